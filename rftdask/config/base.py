@@ -19,6 +19,14 @@ Location = tuple[str | int, ...]
 """Keys and list positions from the top, for example ("buffer", "tasksets", 0, "path")."""
 
 
+def join(loc: Location) -> str:
+    """Return a location as a path: ("tasksets", 0, "path") -> "tasksets[0].path"."""
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
 @dataclass(frozen=True)
 class Later:
     """Values that are refused because the feature is missing in this release. The type of the key lacks them."""

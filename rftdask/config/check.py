@@ -18,13 +18,13 @@ from rftdask.config.base import (
     Aliases,
     Computed,
     Later,
-    Location,
     Mark,
     PluginName,
     Section,
     child_of,
     field_at,
     is_env_interpolated,
+    join,
     marks_of,
     types_of,
 )
@@ -277,14 +277,6 @@ def _sections_with(schema: type[Section]) -> dict[str, list[str]]:
 
 
 # ---- messages
-
-
-def join(loc: Location) -> str:
-    """("tasksets", 0, "path") -> "tasksets[0].path"."""
-    text = ""
-    for part in loc:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
 
 
 def show(value: Any) -> str:

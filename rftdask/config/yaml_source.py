@@ -1,29 +1,29 @@
 """Source of a configuration, read as one plain tree: YAML, overrides, interpolations, and the settings of a site.
 
-A site's settings are the profile that the configuration names and its template of job scripts. The module knows
-OmegaConf (imported late, because plain data and simple files need none of it) and, of the schema, those two keys only.
-Every problem is collected; the rest is a tree of dicts, lists and scalars.
+A site's settings are the profile that the configuration names and its template of job scripts. Of the schema, the
+module knows those two keys only. Every problem is collected; the rest is a tree of dicts, lists and scalars.
 Invariant: a text that is filled in from the environment where it is used stays as it was written, so that no copy of
 the tree has values of the environment.
+
+A text may contain ${key.sub[0]}, ${.sibling}, ${oc.env:NAME}, ${oc.env:NAME,default} and ${oc.decode:text}, also one
+in another. A backslash before it makes it literal.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from yaml.parser import ParserError
 from yaml.scanner import ScannerError
 
+from rftdask.config.base import Location, join
 from rftdask.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 T = TypeVar("T")
 
@@ -46,118 +46,222 @@ def read_tree(
     stays: called with a path and the resolved text; True: the text stays as written, because it is filled in from the
         environment where it is used (`fill_from_environment`).
     """
-    if not overrides:
-        # OmegaConf reads whatever these refuse, and reports its mistakes.
-        with suppress(_NotPlainError, RecursionError, OSError, ValueError, yaml.YAMLError):
-            copy: dict[str, Any] = _plain(source) if isinstance(source, Mapping) else _read_plain(Path(source), stays)
-            return copy
     root = _read(source, problems)
     if root is None:
         return None
     for override in overrides:
         _apply(root, override, problems)
-    tree: dict[str, Any] = _Resolver(problems, stays).resolve(root, "")
+    tree: dict[str, Any] = _Resolver(root, problems, stays).plain(root, ())
     return tree
 
 
-class _NotPlainError(Exception):
-    """The data has something that OmegaConf would change, resolve or refuse."""
-
-
-def _plain(value: Any) -> Any:
-    """Return a copy of data without interpolations, as OmegaConf would, much faster. Raises: _NotPlainError."""
-    kind = type(value)
-    if kind is dict and all(type(key) is str for key in value):
-        return {key: _plain(item) for key, item in value.items()}
-    if kind is list or kind is tuple:
-        return [_plain(item) for item in value]
-    if value is None or kind in (bool, int, float) or (kind is str and "${" not in value and value != "???"):
-        return value
-    raise _NotPlainError
-
-
-_INT = re.compile(r"[-+]?(?:0|[1-9]\d*)", re.ASCII)
-_FLOAT = re.compile(r"[-+]?\d+(?:\.\d+(?:[eE][-+]?\d+)?|[eE][-+]?\d+)", re.ASCII)
+# ---- YAML
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads what YAML and OmegaConf read alike. Raises: _NotPlainError: anything else, such as 010 or 1:30."""
+    """Loads YAML 1.1 without dates. Numbers may be written as 1e-5, and a mapping has each key once."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        keys = [key.value if isinstance(key, yaml.ScalarNode) else "<<" for key, _ in node.value]
-        if len(set(keys)) < len(keys) or "<<" in keys or "=" in keys:
-            raise _NotPlainError
-
-    def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
-        if kind is yaml.ScalarNode and implicit[0] and value and value[0] in "+-.0123456789":
-            for name, pattern in (("int", _INT), ("float", _FLOAT)):
-                if pattern.fullmatch(value):
-                    return f"tag:yaml.org,2002:{name}"
-            if "/" not in value:  # a path is text, and no number
-                raise _NotPlainError
-        return str(super().resolve(kind, value, implicit))
+        if hasattr(node, "is_flat"):  # an alias
+            return
+        node.is_flat = True
+        seen = set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(None, None, f"found duplicate key {key.value}", key.start_mark)
+            seen.add(key.value)
+        super().flatten_mapping(node)
 
 
-_MAX_CHARS = 20_000
-"""Longer files may exceed the number of nodes that OmegaConf accepts."""
-_SIMPLE = re.compile(r"\$\{(?:oc\.env:(\w+)(?:,(\.{0,2}/[\w./-]*))?|([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*))\}", re.ASCII)
-"""${oc.env:NAME}, ${oc.env:NAME,./default/path} or ${section.key}."""
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+$", re.ASCII),
+    list("-+0123456789."),
+)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_MAX_VALUES = 100_000
+"""Aliases can make a short text as large as anybody likes."""
 
 
-def _read_plain(file: Path, stays: Callable[[str, str], bool]) -> dict[str, Any]:
-    """Return the tree of a file whose interpolations are all `_SIMPLE`. It is the tree that OmegaConf returns, without
-    the time that importing OmegaConf takes. Raises: _NotPlainError: OmegaConf must read it.
-    """
-    text = file.read_text(encoding="utf-8") if file.is_file() else "&"
-    # An alias needs an anchor "&name".
-    root = None if len(text) > _MAX_CHARS or "&" in text else yaml.load(text, _Loader)
-    if type(root) is not dict:
-        raise _NotPlainError
-    tree: dict[str, Any] = _resolve_plain(root, stays)
-    return tree
+def load_yaml(text: str) -> Any:
+    """Return the data of a YAML text; interpolations stay as written. Raises: yaml.YAMLError, RecursionError."""
+    return _copy(yaml.load(text, _Loader), itertools.count())
 
 
-def _resolve_plain(root: dict[str, Any], stays: Callable[[str, str], bool]) -> Any:
-    """Return the tree with its interpolations filled in.
+def _copy(value: Any, counter: Iterator[int]) -> Any:
+    """Return plain data with its own dicts and lists, and texts as keys. Raises: yaml.YAMLError, RecursionError."""
+    if next(counter) == _MAX_VALUES:
+        raise yaml.YAMLError(f"it has more than {_MAX_VALUES:,} values")
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str | int | float)]:
+            raise yaml.YAMLError(f"{wrong[0]!r} is not a key; put it in quotes")
+        return {str(key): _copy(item, counter) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copy(item, counter) for item in value]
+    if not isinstance(value, str | int | float | None):
+        raise yaml.YAMLError(f"{value!r} is neither text nor a number, list or section")
+    return value
 
-    Raises: _NotPlainError: an interpolation does not match `_SIMPLE`.
-    """
 
-    def look_up(match: re.Match[str]) -> str:
-        name, default, key = match.groups()
-        if key is None:
-            value: Any = os.environ.get(name, default)
+def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> dict[str, Any] | None:
+    try:
+        # Reading a FIFO or a device might never end.
+        if not isinstance(source, Mapping) and Path(source).exists() and not Path(source).is_file():
+            problems.append(("", f"{source} is not a file; give the YAML file of a configuration"))
+            return None
+        if isinstance(source, Mapping):
+            tree = _copy(source, itertools.count())
         else:
-            value = root
-            for part in key.split("."):
-                value = value.get(part) if type(value) is dict else None
-        # OmegaConf reports a missing key or variable, copies a section, and formats numbers.
-        if not isinstance(value, str) or value == "???":
-            raise _NotPlainError
-        if key is not None:
-            return fill(value)
-        if "$" in value or "\\" in value:
-            raise _NotPlainError
-        return value
+            tree = load_yaml(Path(source).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(("", f"file {source} does not exist"))
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(("", f"{source} cannot be read: {error}"))
+    except RecursionError:
+        problems.append(("", "not valid YAML: it nests too deep"))
+    except yaml.MarkedYAMLError as error:
+        mark, begun = error.problem_mark, error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        since = ""
+        # A missing colon or bracket is noticed some lines later.
+        if isinstance(error, ScannerError | ParserError) and mark and begun and begun.line < mark.line:
+            since = f" {error.context} that begins in line {begun.line + 1}"
+        problems.append(("", f"not valid YAML: {where}{error.problem}{since}"))
+    except yaml.YAMLError as error:
+        problems.append(("", f"not valid YAML: {_first_line(error)}"))
+    else:
+        if isinstance(tree, dict) or tree is None:
+            return tree or {}
+        kind = "a list" if isinstance(tree, list) else "a text"
+        problems.append(("", f"the file must hold sections (key: value), not {kind}"))
+    return None
 
-    def fill(text: str) -> str:
-        if "${" not in text:
-            return text
-        if "\\" in text or "$" in _SIMPLE.sub("", text):
-            raise _NotPlainError
-        return _SIMPLE.sub(look_up, text)
 
-    def resolve(value: Any, path: str) -> Any:
-        if type(value) is dict and all(type(key) is str for key in value):
-            return {key: resolve(item, f"{path}.{key}" if path else key) for key, item in value.items()}
-        if type(value) is list:
-            return [resolve(item, f"{path}[{index}]") for index, item in enumerate(value)]
-        if type(value) is not str or "${" not in value:
-            return _plain(value)
-        text = fill(value)
-        return value if stays(path, text) and _names_only_environment(value) else text
+def _apply(root: dict[str, Any], override: str, problems: list[Problem]) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    *above, last = _parts(key) or ("",)
+    if not equals or not last:
+        problems.append(("", f"override {override!r} is not of the form key.sub=value"))
+        return
+    try:
+        value = load_yaml(text)
+        node: Any = root
+        for part in above:
+            if not isinstance(node, list) and not isinstance(node.get(part), dict | list):
+                node[part] = {}
+            node = node[int(part) if isinstance(node, list) else part]
+        if isinstance(node, list):
+            node[int(last)] = value
+        else:
+            node |= merge(node, {last: value})
+    except RecursionError:
+        problems.append((key, "the override cannot be applied: it nests too deep"))
+    except (yaml.YAMLError, IndexError, ValueError) as error:
+        problems.append((key, f"the override cannot be applied: {_first_line(error)}"))
 
-    return resolve(root, "")
+
+def _parts(key: str) -> list[str]:
+    """Return the keys and indices of "a.b[0]"."""
+    return re.findall(r"[^.\[\]]+", key)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ---- interpolations
+
+_OPENING = re.compile(r"(\\*)\$\{")
+_ENVIRONMENT = re.compile(r"oc\.env: *(\w+) *(?:, *(.*?) *)?", re.DOTALL)
+_DECODE = "oc.decode:"
+
+
+class _Resolver:
+    """Resolves interpolations. Values that cannot be resolved are reported and become None."""
+
+    def __init__(self, root: dict[str, Any], problems: list[Problem], stays: Callable[[str, str], bool]) -> None:
+        self._root, self._problems, self._stays = root, problems, stays
+
+    def plain(self, value: Any, loc: Location) -> Any:
+        """Return the value at a location without interpolations."""
+        if isinstance(value, dict):
+            return {key: self.plain(item, (*loc, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.plain(item, (*loc, number)) for number, item in enumerate(value)]
+        try:
+            resolved = self._resolve(value, loc)
+        except (ValueError, yaml.YAMLError, RecursionError) as error:
+            told = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
+            given = "required, and given as ???" if value == "???" else f"cannot be resolved: {told}"
+            self._problems.append((join(loc), given))
+            return None
+        if isinstance(resolved, str) and resolved != value and self._stays(join(loc), resolved):
+            return value if _names_only_environment(value) else resolved
+        return resolved
+
+    def _resolve(self, value: Any, loc: Location) -> Any:
+        if isinstance(value, dict):
+            return {key: self._resolve(item, (*loc, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._resolve(item, (*loc, number)) for number, item in enumerate(value)]
+        if value == "???":
+            raise ValueError(f"{join(loc)} is given as ???")
+        if not isinstance(value, str):
+            return value
+        parts: list[Any] = []
+        end = 0
+        while opening := _OPENING.search(value, end):
+            parts += [value[end : opening.start()], "\\" * (len(opening[1]) // 2)]
+            end = opening.end()
+            if len(opening[1]) % 2:
+                parts.append("${")
+            else:
+                close = _closing_brace(value, end)
+                parts.append(self._look_up(str(self._resolve(value[end:close], loc)).strip(), loc))
+                end = close + 1
+        parts = [part for part in (*parts, value[end:]) if part != ""]
+        # A value that is only an interpolation keeps its type.
+        return parts[0] if len(parts) == 1 else "".join(map(str, parts))
+
+    def _look_up(self, inner: str, loc: Location) -> Any:
+        """Return what the text between the braces of a value at `loc` stands for."""
+        if inner.startswith(_DECODE):
+            return load_yaml(inner.removeprefix(_DECODE))
+        if match := _ENVIRONMENT.fullmatch(inner):
+            return None if match[2] == "null" and match[1] not in os.environ else _variable(match[1], match[2])
+        if ":" in inner:
+            raise ValueError(f"${{{inner}}} is not ${{key}}, ${{oc.env:NAME}} or ${{oc.decode:text}}")
+        num_dots = len(inner) - len(inner.lstrip("."))
+        at = (*loc[: len(loc) - num_dots], *_parts(inner)) if num_dots else tuple(_parts(inner))
+        node: Any = self._root
+        for number, part in enumerate(at):
+            node = self._resolve(node, at[:number]) if isinstance(node, str) else node
+            try:
+                node = node[int(part) if isinstance(node, list) else part]
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise ValueError(f"Interpolation key {inner!r} not found") from None
+        return self._resolve(node, at)
+
+
+def _closing_brace(text: str, begin: int) -> int:
+    depth = 1
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return place
+    raise ValueError(f"{text!r} has a ${{ without a closing brace")
+
+
+def _variable(name: str, default: str | None) -> str:
+    if name in os.environ:
+        return os.environ[name]
+    if default is None:
+        raise ValueError(f"the environment variable {name!r} is not set")
+    return default.strip("\"'")
 
 
 def escape(value: Any) -> Any:
@@ -167,13 +271,13 @@ def escape(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [escape(item) for item in value]
     if isinstance(value, str):
-        # Backslashes before it are doubled, as OmegaConf halves them.
+        # Backslashes before it are doubled, because reading halves them.
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return value
 
 
 def to_yaml(tree: dict[str, Any]) -> str:
-    """Return a tree as YAML. Texts that OmegaConf's loader would read as another type are quoted."""
+    """Return a tree as YAML. Texts that would be read as another type are quoted."""
     return yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False, default_flow_style=False)
 
 
@@ -213,10 +317,10 @@ def fill_from_environment(value: T) -> T:
     """
 
     def look_up(match: re.Match[str]) -> str:
-        name, default = match[1], match[2]
-        if name not in os.environ and default is None:
-            raise ConfigError([f"{match[0]} cannot be filled in: the environment variable {name!r} is not set"])
-        return os.environ.get(name, (default or "").strip("\"'"))
+        try:
+            return _variable(match[1], match[2])
+        except ValueError as error:
+            raise ConfigError([f"{match[0]} cannot be filled in: {error}"]) from error
 
     def fill(part: Any) -> Any:
         if isinstance(part, Mapping):
@@ -232,107 +336,6 @@ def fill_from_environment(value: T) -> T:
 def _names_only_environment(text: str) -> bool:
     # References to other keys mean nothing without them, and an escaped text is literal.
     return bool(_VARIABLE.search(text)) and "${" not in _VARIABLE.sub("", text) and "\\${" not in text
-
-
-def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> DictConfig | None:
-    from omegaconf import DictConfig, OmegaConf  # late: heavy
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        # Reading a FIFO or a device might never end.
-        if not isinstance(source, Mapping) and Path(source).exists() and not Path(source).is_file():
-            problems.append(("", f"{source} is not a file; give the YAML file of a configuration"))
-            return None
-        root = OmegaConf.create(dict(source)) if isinstance(source, Mapping) else OmegaConf.load(source)
-    except FileNotFoundError:
-        problems.append(("", f"file {source} does not exist"))
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(("", f"{source} cannot be read: {error}"))
-    except RecursionError:
-        problems.append(("", "not valid YAML: it nests too deep"))
-    except yaml.MarkedYAMLError as error:
-        mark, begun = error.problem_mark, error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        since = ""
-        # A missing colon or bracket is noticed some lines later.
-        if isinstance(error, ScannerError | ParserError) and mark and begun and begun.line < mark.line:
-            since = f" {error.context} that begins in line {begun.line + 1}"
-        problems.append(("", f"not valid YAML: {where}{error.problem}{since}"))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        problems.append(("", f"not valid YAML: {_first_line(error)}"))
-    else:
-        if isinstance(root, DictConfig):
-            return root
-        problems.append(("", "the file must hold sections (key: value), not a list"))
-    return None
-
-
-def _apply(root: DictConfig, override: str, problems: list[Problem]) -> None:
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        problems.append(("", f"override {override!r} is not of the form key.sub=value"))
-        return
-    from omegaconf import OmegaConf  # late: heavy
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        # Parsed under another key, because `key` may address an item of a list.
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
-        OmegaConf.update(root, key, value, merge=True, force_add=True)
-    except RecursionError:
-        problems.append((key, "the override cannot be applied: it nests too deep"))
-    except (OmegaConfBaseException, yaml.YAMLError, IndexError, AttributeError, TypeError, ValueError) as error:
-        problems.append((key, f"the override cannot be applied: {_first_line(error)}"))
-
-
-_UNRESOLVED = object()
-
-
-class _Resolver:
-    """Resolves interpolations. Keys that cannot be resolved are reported and left out."""
-
-    def __init__(self, problems: list[Problem], stays: Callable[[str, str], bool]) -> None:
-        self._problems, self._stays = problems, stays
-
-    def resolve(self, node: Any, path: str) -> Any:
-        """Return plain data."""
-        from omegaconf import DictConfig, ListConfig  # late: heavy
-
-        if isinstance(node, ListConfig):
-            values = [self._item(node, index, f"{path}[{index}]") for index in range(len(node))]
-            return _UNRESOLVED if any(value is _UNRESOLVED for value in values) else values
-        if isinstance(node, DictConfig):
-            items = {
-                str(key): self._item(node, key, f"{path}.{key!s}" if path else str(key))
-                for key in node.keys()  # noqa: SIM118  # iterating a DictConfig resolves its values
-            }
-            return {key: value for key, value in items.items() if value is not _UNRESOLVED}
-        return node
-
-    def _item(self, node: Any, key: Any, path: str) -> Any:
-        from omegaconf import OmegaConf  # late: heavy
-        from omegaconf.errors import OmegaConfBaseException
-
-        if OmegaConf.is_missing(node, key):
-            self._problems.append((path, "required, and given as ???"))
-            return _UNRESOLVED
-        try:
-            value = node[key]
-        except OmegaConfBaseException as error:
-            self._problems.append((path, f"cannot be resolved: {_first_line(error)}"))
-            return _UNRESOLVED
-        if isinstance(value, str) and OmegaConf.is_interpolation(node, key) and self._stays(path, value):
-            # The text before interpolation: it names the variable and does not have its value.
-            written = str(node._get_node(key)._value())
-            if _names_only_environment(written):
-                return written
-        return self.resolve(value, path)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
 
 
 # ---- settings of a site

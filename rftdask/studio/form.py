@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines
 from rftdask.config import Config, load_config, make_plan
 from rftdask.config.base import Computed, PluginName, Section, child_of, default_of, marks_of, plain
 from rftdask.config.check import allowed_values
-from rftdask.config.yaml_source import escape, to_yaml
+from rftdask.config.yaml_source import escape, load_yaml, to_yaml
 from rftdask.driver.init_config import explanations
 from rftdask.driver.memory_estimate import can_be_sized, format_memory_report
 from rftdask.errors import ConfigError, RftError, UserError
@@ -76,10 +74,9 @@ class Key:
         if "${" in text and self.kind != "yaml":
             return text
         try:
-            value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-        except (OmegaConfBaseException, YAMLError) as error:
+            return load_yaml(text)
+        except YAMLError as error:
             raise ValueError(f"not valid YAML: {str(error).splitlines()[0]}") from error
-        return value["value"]
 
     def show(self, value: Any) -> str:
         """Format a value as a text of the form; inverse of `value`."""
@@ -156,7 +153,7 @@ class Fields:
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> Fields:
-        """Convert the contents of a file, read by OmegaConf without resolving interpolations."""
+        """Convert the contents of a file, read without resolving interpolations."""
         texts, rest = dict[str, str](), dict[str, Any]()
         keys = form_keys()
 
@@ -178,12 +175,12 @@ class Fields:
     def of_file(cls, text: str) -> Fields:
         """Convert the text of a file. Raises: UserError: not valid YAML."""
         try:
-            tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-        except (OmegaConfBaseException, YAMLError) as error:
+            tree = load_yaml(text) or {}
+        except YAMLError as error:
             raise UserError(f"not valid YAML: {str(error).splitlines()[0]}") from error
         if not isinstance(tree, dict):
             raise UserError("the top level of a configuration must be a mapping (key: value)")
-        return cls.of_tree({str(key): value for key, value in tree.items()})
+        return cls.of_tree(tree)
 
     @classmethod
     def of_run(cls, config: Config) -> Fields:
@@ -208,11 +205,11 @@ class Fields:
         problems, tree = dict[str, str](), dict[str, Any]()
         if self.rest.strip():
             try:
-                rest = OmegaConf.to_container(OmegaConf.create(self.rest), resolve=False)
+                rest = load_yaml(self.rest) or {}
                 if not isinstance(rest, dict):
                     raise ValueError("not a mapping of keys")
-                tree = {str(key): value for key, value in rest.items()}
-            except (OmegaConfBaseException, YAMLError, ValueError) as error:
+                tree = rest
+            except (YAMLError, ValueError) as error:
                 problems[""] = f"the other keys are not valid YAML: {str(error).splitlines()[0]}"
         # In the order of the schema, so that the root follows the name.
         for path, key in form_keys().items():
