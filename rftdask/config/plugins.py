@@ -19,16 +19,16 @@ import inspect
 import os
 import re
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rftdask import __plugin_adapters__
 from rftdask.errors import NotInstalledError, UserError
 
 SUBMITTED = "RFTDASK_SUBMITTED"
@@ -209,12 +209,13 @@ _INVALIDATE_TRIES = 10
 
 
 def _install_adapters(module_name: str) -> None:
-    """Install the adapters of the systems whose packages a user's module imports (`__plugin_adapters__`)."""
+    """Install the adapters of the systems whose packages a user's module imports (adapters.toml)."""
     spec = importlib.util.find_spec(module_name)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py") or not is_own_code(spec.origin):
         return
     text = Path(spec.origin).read_text(encoding="utf-8", errors="replace")
-    for package, adapter in __plugin_adapters__.items():
+    adapters = tomllib.loads(Path(__file__).parents[1].joinpath("adapters.toml").read_text(encoding="utf-8"))
+    for package, adapter in adapters.items():
         if re.search(rf"^\s*(from|import)\s+{package}\b", text, re.MULTILINE):
             importlib.import_module(adapter).install()
 
@@ -365,25 +366,19 @@ _DEFINITION = re.compile(
     r"^(?:@.*\n(?:[ )].*\n)*)*(?:class|def|async def) (?P<name>\w+).*\n(?:(?:[ )].*)?\n)*",
     re.MULTILINE,
 )
-_METHOD = re.compile(
-    # The same one level down, for methods other than __init__.
-    r"^(?:    @.*\n(?:     .*\n|    \).*\n)*)*    (?:async )?def (?!__init__\b).*\n(?:(?:(?:     |    \)).*)?\n)*",
-    re.MULTILINE,
-)
 
 
 @dataclass(frozen=True)
 class RegisteredPart:
     """A class or function that a configuration can name. Its source is parsed when its arguments are needed.
 
-    Example: RegisteredPart("slurm", "rftdask.cluster.slurm", "SlurmCluster", source, package="rftdask.cluster")
+    Example: RegisteredPart("sgd", "torch.optim.sgd", "SGD", supplied=("params", "lr"))
     """
 
     name: str
     module: str
+    """It may be one of a library, which need not be installed."""
     attribute: str
-    source: str = field(repr=False)
-    """"": not installed here."""
     package: str = ""
     """Package whose classes count as bases."""
     supplied: tuple[str, ...] = ()
@@ -391,36 +386,51 @@ class RegisteredPart:
 
     @property
     def parameters(self) -> Mapping[str, Parameter] | None:
-        """Arguments by name: the fields of a dataclass, else the arguments of __init__. None: any."""
-        if not self.source or (parameters := _read(self.source, self.package)[0]) is None:
+        """Arguments by name: the fields of a dataclass, else the arguments of __init__. None: any.
+
+        Raises: NotInstalledError: the installed library has no such attribute.
+        """
+        parameters = _read(self.module, self.attribute, self.package)[0]
+        if parameters is None:
             return None
         return {name: parameter for name, parameter in parameters.items() if name not in self.supplied}
 
     @property
     def traits(self) -> Mapping[str, Any]:
         """Class attributes that are constants, including those of base classes in the same package."""
-        return _read(self.source, self.package)[1] if self.source else {}
+        return _read(self.module, self.attribute, self.package)[1]
 
     def load(self) -> Any:
         """Import the module and return the class or function."""
         return getattr(importlib.import_module(self.module), self.attribute)
 
 
-def _split(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name, source) of the classes and functions at the top of a file; parsing it takes 20 times as long."""
-    return ((match["name"], match[0]) for match in _DEFINITION.finditer(file.read_text(encoding="utf-8")))
+def _place(module: str) -> Path | None:
+    """Return the folder or file of a module, without importing it or its package; None: it is not installed."""
+    package, *inner = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent.joinpath(*inner)
+    return path if path.is_dir() else path.with_suffix(".py")
 
 
 @cache
-def _read_sources(package: str) -> list[tuple[str, str, str]]:
-    """(module, name, source) of the classes and functions below `package`, which may also be a module."""
-    above = Path(__file__).parents[2]
-    root = above.joinpath(*package.split("."))
-    sources = []
-    for file in sorted(root.rglob("*.py")) if root.is_dir() else [root.with_suffix(".py")]:
-        module = ".".join(file.relative_to(above).with_suffix("").parts).removesuffix(".__init__")
-        sources += [(module, name, source) for name, source in _split(file)]
-    return sources
+def _definitions(file: Path) -> Mapping[str, str]:
+    """Return name -> source of the classes and functions at the top of a file; parsing it takes 20 times as long."""
+    return {match["name"]: match[0] for match in _DEFINITION.finditer(file.read_text(encoding="utf-8"))}
+
+
+@cache
+def _definitions_below(package: str) -> list[tuple[str, str, str]]:
+    """Return (module, name, source) of the classes and functions below `package`, which may also be a module."""
+    root = _place(package)
+    assert root is not None
+    modules = {root: package}
+    if root.is_dir():
+        below = {file: file.relative_to(root).with_suffix("").parts for file in sorted(root.rglob("*.py"))}
+        modules = {file: ".".join((package, *parts)).removesuffix(".__init__") for file, parts in below.items()}
+    return [(module, name, source) for file, module in modules.items() for name, source in _definitions(file).items()]
 
 
 @cache
@@ -431,14 +441,14 @@ def read_parts(package: str, label: str) -> Mapping[str, RegisteredPart]:
     """
     assignment = re.compile(rf"^    {label}(?:: .*?)? = (.*)$", re.MULTILINE)
     parts = {}
-    for module, attribute, source in _read_sources(package):
+    for module, attribute, source in _definitions_below(package):
         names: Any = None
         if match := assignment.search(source):
             with contextlib.suppress(ValueError, SyntaxError):  # not a literal: a field of another class
                 names = ast.literal_eval(match[1])
         # An empty name, which base classes have, is not a part.
         for name in filter(None, (names,) if isinstance(names, str) else names or ()):
-            parts[name] = RegisteredPart(name, module, attribute, source, package)
+            parts[name] = RegisteredPart(name, module, attribute, package)
     return parts
 
 
@@ -447,8 +457,8 @@ def read_functions(package: str, decorator: str) -> Mapping[str, RegisteredPart]
     """Return name -> part for every function in the modules below `package` decorated as @decorator("name", ...)."""
     call = re.compile(rf'^@{decorator}\(\s*"([^"]+)"', re.MULTILINE)
     return {
-        name: RegisteredPart(name, module, attribute, source)
-        for module, attribute, source in _read_sources(package)
+        name: RegisteredPart(name, module, attribute)
+        for module, attribute, source in _definitions_below(package)
         for name in call.findall(source)
     }
 
@@ -460,57 +470,26 @@ def function_registry(package: str, decorator: str) -> dict[str, Any]:
 
 
 @cache
-def read_library_part(name: str, place: str, supplied: tuple[str, ...] = ()) -> RegisteredPart:
-    """Return a class or function of an installed library, which is not imported.
-
-    Example: read_library_part("sgd", "torch.optim.sgd.SGD", supplied=("params", "lr")).parameters
-
-    Args: place: file and attribute, dotted. supplied: arguments that the caller passes.
-    Raises: NotInstalledError: the installed library has no such attribute.
-    """
-    module, _, attribute = place.rpartition(".")
-    package, *inner = module.split(".")
-    spec = importlib.util.find_spec(package)  # `module` itself would import the package
-    source: str | None = ""
-    if spec is not None and spec.origin is not None:
-        source = dict(_split(Path(spec.origin).parent.joinpath(*inner).with_suffix(".py"))).get(attribute)
-    if source is None:
-        raise NotInstalledError(f"the installed {package!r} has no {place}")
-    return RegisteredPart(name, module, attribute, source, supplied=supplied)
-
-
-class LibraryParts(Mapping[str, RegisteredPart]):
-    """Name -> `read_library_part`, read at look-up. Example: LibraryParts({"sgd": "torch.optim.sgd.SGD"}, ())"""
-
-    def __init__(self, places: Mapping[str, str], supplied: tuple[str, ...]) -> None:
-        self.places, self._supplied = places, supplied
-
-    def __getitem__(self, name: str) -> RegisteredPart:
-        return read_library_part(name, self.places[name], self._supplied)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-
-@cache
-def _read(source: str, package: str) -> tuple[Mapping[str, Parameter] | None, dict[str, Any], dict[str, Parameter]]:
-    """(arguments, constants, fields) of a class or function. Classes of `package` count as bases."""
-    is_class = re.search(r"^class ", source, re.MULTILINE) is not None
-    # Methods are most of a class and of no interest; `pass` fills an empty body.
-    node = ast.parse(f"{_METHOD.sub('', source)}\n    pass\n" if is_class else source).body[0]
+def _read(
+    module: str, attribute: str, package: str
+) -> tuple[Mapping[str, Parameter] | None, dict[str, Any], dict[str, Parameter]]:
+    """Return (arguments, constants, fields) of a class or function. Classes of `package` count as bases."""
+    file = _place(module)
+    if file is None:
+        return None, {}, {}
+    if attribute not in (found := _definitions(file / "__init__.py" if file.is_dir() else file)):
+        raise NotInstalledError(f"the installed {module.partition('.')[0]!r} has no {module}.{attribute}")
+    node = ast.parse(found[attribute]).body[0]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return _read_arguments(node.args), {}, {}
     assert isinstance(node, ast.ClassDef)
     parameters: Mapping[str, Parameter] | None = {}
     constants: dict[str, Any] = {}
     fields: dict[str, Parameter] = {}
-    others = {name: other for _, name, other in (_read_sources(package) if package else ()) if other != source}
-    for base in reversed(node.bases):
-        if (other := others.get(ast.unparse(base).partition("[")[0].rpartition(".")[2])) is not None:
-            parameters, base_constants, base_fields = _read(other, package)
+    modules = {name: module for module, name, _ in (_definitions_below(package) if package else ())}
+    for base in (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in reversed(node.bases)):
+        if base in modules and base != attribute:
+            parameters, base_constants, base_fields = _read(modules[base], base, package)
             constants |= base_constants
             fields |= base_fields
     for item in node.body:

@@ -140,13 +140,16 @@ def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> di
     return None
 
 
+_KEY = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d+\])*")
+
+
 def _apply(root: dict[str, Any], override: str, problems: list[Problem]) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
-    *above, last = _parts(key) or ("",)
-    if not equals or not last:
+    if not equals or not _KEY.fullmatch(key):
         problems.append(("", f"override {override!r} is not of the form key.sub=value"))
         return
+    *above, last = _parts(key)
     try:
         value = load_yaml(text)
         node: Any = root

@@ -93,8 +93,8 @@ def import_graph(package: Path) -> Graph:
     for name, tree in trees.items():
         for source, item in imported_names(name, name in packages, tree):
             target = f"{source}.{item}" if f"{source}.{item}" in trees else source
-            if item is not None and item.startswith("__") and target == package.name:
-                continue  # `from rftdask import __version__`: a constant, not what the package offers
+            if (target, item) == (package.name, "__version__"):
+                continue  # a constant, not what the package offers
             if target in trees and target != name:
                 graph[name].add(target)
     return graph

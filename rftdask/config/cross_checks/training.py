@@ -1,11 +1,12 @@
 """Rules for lengths, batches, ranks and staleness."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rftdask.config.cross_checks.rule import Rules, is_natural
-from rftdask.config.plugins import argument_problems, read_library_part
+from rftdask.config.plugins import argument_problems
 from rftdask.config.schema.algorithm import registered_parts
-from rftdask.config.schema.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
+from rftdask.config.schema.optimizer import OPTIMIZERS, OWN_KEYS, SCHEDULES, OptimizerConfig
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 
@@ -86,10 +87,10 @@ def _optimizer_takes_its_settings(config: Config) -> Iterator[Problem]:
     # muon uses AdamW for weights other than hidden matrices. `ModelOptimizer` checks optimizers that are not listed.
     if name not in OPTIMIZERS or name.lower() == "muon":
         return
-    takes = read_library_part(name, OPTIMIZERS.places[name]).parameters
+    takes = replace(OPTIMIZERS[name], supplied=()).parameters
     if takes is None:  # PyTorch is not on this machine
         return
-    for key in ("betas", "weight_decay"):
+    for key in OWN_KEYS:
         if key not in takes and getattr(section, key) != getattr(usual, key):
             yield f"algorithm.optimizer.{key}", f"optimizer {name} does not have it; leave it out"
 

@@ -10,28 +10,30 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rftdask.config.base import Computed, Later, OpenDict, PluginName, Section, absent
-from rftdask.config.plugins import LibraryParts
+from rftdask.config.plugins import RegisteredPart
 
-_OF_TRANSFORMERS = "transformers.optimization.get_"
-SCHEDULES = LibraryParts(
-    {
-        "constant": f"{_OF_TRANSFORMERS}constant_schedule",
-        "constant_with_warmup": f"{_OF_TRANSFORMERS}constant_schedule_with_warmup",
-        "linear": f"{_OF_TRANSFORMERS}linear_schedule_with_warmup",
-        "cosine": f"{_OF_TRANSFORMERS}cosine_schedule_with_warmup",
-        "cosine_with_restarts": f"{_OF_TRANSFORMERS}cosine_with_hard_restarts_schedule_with_warmup",
-        "polynomial": f"{_OF_TRANSFORMERS}polynomial_decay_schedule_with_warmup",
-        "inverse_sqrt": f"{_OF_TRANSFORMERS}inverse_sqrt_schedule",
-        "cosine_with_min_lr": f"{_OF_TRANSFORMERS}cosine_with_min_lr_schedule_with_warmup",
-        "cosine_warmup_with_min_lr": f"{_OF_TRANSFORMERS}cosine_with_min_lr_schedule_with_warmup_lr_rate",
-        "warmup_stable_decay": f"{_OF_TRANSFORMERS}wsd_schedule",
-    },
-    supplied=("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"),
-)
+_SUPPLIED = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
+SCHEDULES = {
+    name: RegisteredPart(name, "transformers.optimization", f"get_{function}", supplied=_SUPPLIED)
+    for name, function in {
+        "constant": "constant_schedule",
+        "constant_with_warmup": "constant_schedule_with_warmup",
+        "linear": "linear_schedule_with_warmup",
+        "cosine": "cosine_schedule_with_warmup",
+        "cosine_with_restarts": "cosine_with_hard_restarts_schedule_with_warmup",
+        "polynomial": "polynomial_decay_schedule_with_warmup",
+        "inverse_sqrt": "inverse_sqrt_schedule",
+        "cosine_with_min_lr": "cosine_with_min_lr_schedule_with_warmup",
+        "cosine_warmup_with_min_lr": "cosine_with_min_lr_schedule_with_warmup_lr_rate",
+        "warmup_stable_decay": "wsd_schedule",
+    }.items()
+}
 """Names of `transformers.get_scheduler` whose rate depends only on the step, so that a resumed run computes the same.
 """
 
 
+OWN_KEYS = ("betas", "weight_decay")
+"""Keys of the section that not every optimizer takes."""
 _CLASSES = {
     "AdamW": "adamw",
     "Adafactor": "_adafactor",
@@ -48,14 +50,12 @@ _CLASSES = {
 }
 """Classes of torch.optim and their files. Without LBFGS, which evaluates the loss several times a step, and SparseAdam.
 """
-OPTIMIZERS = LibraryParts(
-    {
-        # AdamW, as in Trinity-RFT. torch.optim.Adam is named by its path.
-        "adam": "torch.optim.adamw.AdamW",
-        **{n: f"torch.optim.{file}.{name}" for name, file in _CLASSES.items() for n in (name.lower(), name)},
-    },
-    supplied=("params", "lr", "betas", "weight_decay", "foreach"),
-)
+OPTIMIZERS = {
+    name: RegisteredPart(name, f"torch.optim.{file}", attribute, supplied=("params", "lr", *OWN_KEYS, "foreach"))
+    for attribute, file in _CLASSES.items()
+    # AdamW is called adam, as in Trinity-RFT. torch.optim.Adam is named by its path.
+    for name in (attribute.lower(), attribute, *["adam"] * (attribute == "AdamW"))
+}
 """Optimizers by the names of their classes, also in lower case."""
 
 

@@ -16,12 +16,12 @@ import pytest
 from rftdask.config import Config, check_plugins, load_config, plugins
 from rftdask.config.plugins import (
     Parameter,
+    RegisteredPart,
     accepts,
     argument_problems,
     bind_arguments,
     find_part,
     parameters_of,
-    read_library_part,
 )
 from rftdask.errors import ConfigError, UserError
 from rftdask.monitor.trackers import NoTracker, make_tracker
@@ -207,7 +207,7 @@ DATASET = {
 
 
 def test_a_part_of_a_missing_library_takes_any_argument() -> None:
-    part = read_library_part("sgd", "not_installed.optim.SGD")
+    part = RegisteredPart("sgd", "not_installed.optim", "SGD")
     assert part.parameters is None and part.traits == {}
 
 
@@ -331,7 +331,8 @@ class Slow(Base):
 def test_registered_parts_are_read_from_their_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "parts_package").mkdir()
     (folder / "parts_package/all.py").write_text(SOURCE)
-    monkeypatch.setattr(plugins, "__file__", str(folder / "rftdask/config/plugins.py"))
+    (folder / "parts_package/__init__.py").touch()
+    monkeypatch.syspath_prepend(folder)
     parts = plugins.read_parts("parts_package", "label")
     assert sorted(parts) == ["fast", "slow", "slower"]
     assert parts["fast"].parameters == {
@@ -344,7 +345,6 @@ def test_registered_parts_are_read_from_their_source(folder: Path, monkeypatch: 
     }
     assert parts["fast"].traits["needs_gpu"] is True and parts["slow"].traits["needs_gpu"] is False
     assert "parts_package" not in sys.modules
-    monkeypatch.syspath_prepend(folder)
     fast = find_part("engine", "fast", parts)
     assert fast(limit=3).scale == 1.0
     assert list(parts["fast"].parameters) == list(parameters_of(fast) or ())
