@@ -62,9 +62,9 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     """Loads YAML 1.1 without dates. Numbers may be written as 1e-5, and a mapping has each key once."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        if hasattr(node, "is_flat"):  # an alias
+        if "is_flat" in vars(node):  # an alias
             return
-        node.is_flat = True
+        vars(node)["is_flat"] = True
         seen = set[str]()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
