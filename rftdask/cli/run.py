@@ -16,14 +16,15 @@ import typer
 
 from rftdask.cli.app import EXIT_STOPPED
 from rftdask.cli.common import AcceptChanges, ConfigFile, Origin, Overrides, Progress, load, say, with_run_name
+from rftdask.cluster.base import prepare_cluster
 from rftdask.cluster.join import join as work
 from rftdask.cluster.layout import plan_machines
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, load_config
 from rftdask.driver.memory_estimate import raise_shortages, worker_shortages
-from rftdask.driver.start import prepare_experiment, print_summary, serve
 from rftdask.errors import FencedError, UserError
 from rftdask.processes.gpus import free_host_bytes, visible_gpus
+from rftdask.reports.summary import print_summary
 from rftdask.run.run_folder import check_run
 from rftdask.storage import open_storage
 
@@ -49,7 +50,9 @@ def run(
     """
     checked = load(config, overrides, origin)
     if checked.mode == "serve":
-        return serve(checked, typer.echo)
+        from rftdask.serve.server import ServeOptions, serve_policy  # late: loads numpy
+
+        return serve_policy(checked, ServeOptions.of(checked), typer.echo)
     settings = "" if checked.continue_from_checkpoint else " with name={} continue_from_checkpoint=true"
     checked = with_run_name(checked)
     again = f"the same command{settings.format(checked.name)} continues"
@@ -62,7 +65,10 @@ def run(
     with _stopping_on_signals(stop) as exit_code:
         if exit_with_parent:
             threading.Thread(target=end_with_parent, args=(os.getppid(),), name="parent", daemon=True).start()
-        experiment = prepare_experiment(checked)
+        prepare_cluster(checked, checked.stage_configs())
+        from rftdask.driver.experiment import Experiment  # late: the fork servers import torch meanwhile
+
+        experiment = Experiment(checked)
         try:
             _wait_for_owner(checked, patience, lambda: exit_code() > 0)
             if exit_code():

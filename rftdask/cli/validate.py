@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from rftdask.cli.common import ConfigFile, Gpu, Gpus, Nodes, Origin, Overrides, load, machine_settings, say, warn
 from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines
-from rftdask.config import load_config, make_plan, replace
+from rftdask.config import Config, check_plugins, load_config, make_plan, replace
+from rftdask.data.juicer.session import check_juicer_env
 from rftdask.driver.memory_estimate import (
     can_be_sized,
     format_memory_report,
@@ -17,10 +19,10 @@ from rftdask.driver.memory_estimate import (
     job_shortages,
     raise_shortages,
 )
-from rftdask.driver.start import check_machine
-from rftdask.errors import UserError
+from rftdask.errors import NotInstalledError, UserError
 from rftdask.processes.gpus import visible_gpus
 from rftdask.processes.usage import gpu_memory
+from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 
 
 def validate(
@@ -41,7 +43,7 @@ def validate(
     """
     checked = load_config(config, [*(overrides or []), *machine_settings(gpus, nodes)], origin=origin)
     # Before the warnings: a configuration with a mistake prints only the mistake.
-    missing = check_machine(checked, data=data)
+    missing = _check_machine(checked, data=data)
     warn(tuple(f"not checked here, and checked where the run starts: {text}" for text in missing))
     if checked.origin:
         say(f"read as a file of {checked.origin}, with its defaults:", err=True)
@@ -94,3 +96,27 @@ def estimate(
     It lists the parts of each role, and with --gpu what fits. It starts nothing.
     """
     say(format_memory_report(load(config, [*(overrides or []), *machine_settings(gpus, nodes)], origin), gpu))
+
+
+def _check_machine(config: Config, *, data: bool) -> list[str]:
+    """Check that this machine has what a run needs. data: also read its datasets and model, and try its workflows.
+
+    Returns: parts that are missing here and that the machines of the run may have; without `data` only.
+    Raises: UserError: a part is wrong, or missing on the one machine of the run.
+    """
+    missing: list[str] | None = None if config.cluster.is_one_machine else []
+    check_plugins(config, missing)
+    for stage in config.stage_configs():
+        for check in (partial(check_bubblewrap, stage.explorer.sandbox), partial(check_juicer_env, stage)):
+            try:
+                check()
+            except NotInstalledError as error:
+                if missing is None:
+                    raise
+                missing.append(str(error))
+    if data:
+        from rftdask.driver.preflight import check_inputs  # late: loads pyarrow
+
+        check_inputs(config.stage_configs(), elsewhere=missing is not None)  # reports missing parts itself
+        return []
+    return missing or []

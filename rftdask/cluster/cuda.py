@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rftdask.cluster import preloads
 from rftdask.cluster.layout import Layout
-from rftdask.cluster.local import LocalCluster, grace
+from rftdask.cluster.local import LocalCluster
 from rftdask.errors import UserError
 from rftdask.processes.device_lock import shared_devices
 from rftdask.processes.gpus import visible_gpus
@@ -86,7 +86,7 @@ def role_local_cuda_cluster(base: Any, layout: Layout, lock_dir: str = "") -> An
             }
             env = {
                 "CUDA_VISIBLE_DEVICES": ",".join(map(str, own_gpus)),
-                **grace(worker.resources),
+                **preloads.grace(worker.resources),
                 **shared_devices(lock_dir, worker.shares),
             }
             return {worker.name: {**spec, "options": {**spec["options"], **options, "env": env}}}

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import dask
 from distributed import Client, Worker
 from distributed.security import Security
 
@@ -26,7 +25,7 @@ from rftdask.cluster.layout import (
 )
 from rftdask.config import Config, fill_from_environment
 from rftdask.errors import UserError
-from rftdask.processes.dask_cluster import DASK_CONFIG
+from rftdask.processes.dask_cluster import set_config
 from rftdask.processes.dask_task import WorkerInfo, workers_of
 from rftdask.storage import Storage
 
@@ -60,7 +59,7 @@ class ExistingCluster(Cluster):
         if ("address" in options) == ("scheduler_file" in options):
             raise UserError("cluster.options: cluster.type existing needs either address or scheduler_file")
         self._layout = layout
-        self._restore = dask.config.set(DASK_CONFIG)
+        self._restore = set_config()
         security = None
         if "tls_ca_file" in options:
             security = Security(

@@ -20,15 +20,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from unittest import mock
-
-import dask
-from distributed import Scheduler, SchedulerPlugin
-from distributed.utils import get_ip, get_ip_interface
 
 from rftdask.cluster import slurm_commands
 from rftdask.cluster.base import Cluster, close_in_turn, find_cluster
@@ -57,13 +53,12 @@ from rftdask.cluster.layout import (
     imports_ahead,
     plan_jobs,
 )
-from rftdask.cluster.local import worker_spec
-from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE
+from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE, worker_spec
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.cluster.slurm_script import staging
 from rftdask.config import Config, fill_from_environment
 from rftdask.errors import NotInstalledError, RftError, RoleError, UserError, WaitTimeout
-from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD, connect, start_dask
+from rftdask.processes.dask_cluster import call_on_loss, connect, set_config, start_dask
 from rftdask.processes.dask_task import workers_of
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.zygote import umask
@@ -107,17 +102,6 @@ def worker_options(config: Config, role: str) -> list[str]:
 
 class JobLimitReached(RoleError):
     """Too many failed or refused jobs; the run ends."""
-
-
-class _OnLoss(SchedulerPlugin):
-    """Calls a function in the scheduler's loop when a worker leaves."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """Called by the scheduler for each leaving worker."""
-        self._call()
 
 
 class BatchJob(Protocol):
@@ -167,6 +151,8 @@ class RemoteWorkersCluster(Cluster):
         return cls(config, layout, SecretsDir.of(config, storage))
 
     def __init__(self, config: Config, layout: Layout, folder: SecretsDir) -> None:
+        from distributed.utils import get_ip, get_ip_interface  # late: a login node plans jobs without Dask
+
         cluster = config.cluster
         self.worker_deadline_s = cluster.max_queue_s
         self._layout = layout
@@ -179,7 +165,7 @@ class RemoteWorkersCluster(Cluster):
             raise UserError(f"cluster.interface: {error}") from error
         self.prepare(config, [])
         forks = sys.platform == "linux"
-        self._restore = dask.config.set(DASK_CONFIG | ({METHOD: "forkserver"} if forks else {}))
+        self._restore = set_config(forks=forks)
         # The fork server may have the environment and the umask of an earlier run.
         env = {**os.environ, UMASK_VARIABLE: str(umask())} if forks else {}
         options = {"host": str(host), "protocol": "tls://" if cluster.tls else "tcp://"}
@@ -393,10 +379,7 @@ class JobQueueCluster(RemoteWorkersCluster):
                 log.info("cancelling job %s (%s) of an earlier start", job.job_id, job.name)
                 system_of(job).cancel(job.job_id)
         super().__init__(config, layout, folder)
-        scheduler, loop = self._cluster.scheduler, self._cluster.loop
-        assert isinstance(scheduler, Scheduler) and loop is not None
-        # The scheduler is not thread-safe.
-        loop.add_callback(scheduler.add_plugin, _OnLoss(self._on_loss))
+        call_on_loss(self._cluster, self._on_loss)
         self._thread = threading.Thread(target=self._keep, name="jobs", daemon=True)
         self._thread.start()
 

@@ -35,6 +35,7 @@ from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
 from rftdask.errors import RoleError
+from rftdask.processes.dask_cluster import set_config
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import has_gpu_devices
 from rftdask.processes.poll import wait_for
@@ -203,12 +204,8 @@ def _work(options: list[str], environment: dict[str, str]) -> int:
 
     SIGTERM ends this process, after the nanny has reported that its worker leaves (preloads.py).
     """
-    import dask  # late: as above
-    from distributed.cli.dask_worker import main as dask_worker
+    from distributed.cli.dask_worker import main as dask_worker  # late: as above
 
-    from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD  # late: as above
-
-    method = "forkserver" if UMASK_VARIABLE in environment else "spawn"
     signals, wakeup = socket.socketpair()
     signals.setblocking(False)
     wakeup.setblocking(False)
@@ -222,7 +219,7 @@ def _work(options: list[str], environment: dict[str, str]) -> int:
     previous_fd = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
     code = 0
     try:
-        with dask.config.set({**DASK_CONFIG, METHOD: method, "distributed.nanny.environ": environment}):
+        with set_config({"distributed.nanny.environ": environment}, forks=UMASK_VARIABLE in environment):
             dask_worker(options, "dask worker")
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1

@@ -9,18 +9,13 @@ Dask is imported late, when the cluster starts, because the fork server starts b
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import tempfile
 import threading
-from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rftdask.cluster import preloads
 from rftdask.cluster.base import Cluster, close_in_turn
 from rftdask.cluster.layout import (
-    AUXILIARY_RESOURCE,
-    EXPLORER_RESOURCE,
     ROLES,
     WORKER_IMPORTS,
     Layout,
@@ -33,8 +28,10 @@ from rftdask.cluster.layout import (
     scaled,
     worker_imports,
 )
+from rftdask.cluster.preloads import UMASK_VARIABLE, worker_spec
 from rftdask.config import Config
 from rftdask.errors import WaitTimeout
+from rftdask.processes.dask_cluster import connect, set_config, start_dask
 from rftdask.processes.device_lock import shared_devices
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import visible_gpus
@@ -46,29 +43,6 @@ if TYPE_CHECKING:
     from distributed import SpecCluster
 
 _START_DEADLINE_S = 120
-
-
-def grace(resources: Collection[str]) -> dict[str, str]:
-    """Environment of a worker with its seconds from SIGTERM to its end (preloads.py), 0 for workers of engines."""
-    ends = EXPLORER_RESOURCE in resources or AUXILIARY_RESOURCE in resources
-    return {preloads.GRACE_VARIABLE: "0" if ends else str(preloads.GRACE_S)}
-
-
-def worker_spec(name: str, resources: Mapping[str, int], env: Mapping[str, str], **options: Any) -> dict[str, Any]:
-    """Worker of a SpecCluster, in a nanny. options: further options of the nanny."""
-    defaults = {
-        "name": name,
-        "nthreads": 1,
-        "dashboard": False,
-        "dashboard_address": None,
-        # Data is in child processes, which the nanny does not measure.
-        "memory_limit": 0,
-        "silence_logs": logging.CRITICAL,
-        "preload": [preloads.MODULE],
-        "resources": dict(resources),
-        "env": {**grace(resources), **env},
-    }
-    return {"cls": "distributed.Nanny", "options": {**defaults, **options}}
 
 
 class LocalCluster(Cluster):
@@ -99,25 +73,22 @@ class LocalCluster(Cluster):
 
     def __init__(self, layout: Layout, dashboard_address: str | None = None, tls: bool = True) -> None:
         """dashboard_address: host:port of Dask's dashboard. None: no dashboard, which saves seconds of start-up."""
-        import dask
         from distributed.security import Security
 
-        from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD, connect
-
         self._stack = contextlib.ExitStack()
+        forks = can_fork(any(worker.gpu is not None for worker in layout.workers))
         # Global to the process; `close` restores it for other clusters of a notebook.
-        self._stack.enter_context(dask.config.set(DASK_CONFIG))
+        self._stack.enter_context(set_config(forks=forks))
         self._layout = layout
         self._env: dict[str, str] = {}
         # Device locks of this start; processes of earlier starts have ended.
         self._lock_dir = self._stack.enter_context(
             tempfile.TemporaryDirectory(prefix="rftdask-devices-", ignore_cleanup_errors=True)
         )
-        if can_fork(any(worker.gpu is not None for worker in layout.workers)):
+        if forks:
             start_fork_server(WORKER_IMPORTS)
-            self._stack.enter_context(dask.config.set({METHOD: "forkserver"}))
             # The fork server may have the environment and the umask of an earlier run.
-            forked = {ZYGOTE_ADDRESS: start_zygote(), preloads.UMASK_VARIABLE: str(umask())}
+            forked = {ZYGOTE_ADDRESS: start_zygote(), UMASK_VARIABLE: str(umask())}
             self._env = {**os.environ, **forked}
         self._security = Security.temporary() if tls else None
         self._comm = {"host": "127.0.0.1", "protocol": "tls://" if tls else "tcp://"}
@@ -138,8 +109,6 @@ class LocalCluster(Cluster):
             failing.pop_all()  # from now on `close` does this
 
     def _start(self, layout: Layout, dashboard_address: str | None) -> SpecCluster:
-        from rftdask.processes.dask_cluster import start_dask
-
         workers = {worker.name: self._worker_spec(worker) for worker in layout.workers}
         return start_dask(workers, dashboard_address, self._security, **self._comm)
 

@@ -1,4 +1,4 @@
-"""Dask preload of all workers, and of the nannies of batch jobs: handles signals.
+"""Dask preload of all workers, and of the nannies of batch jobs, which handles signals; and how workers get it.
 
 - SIGINT and SIGHUP are ignored. Ctrl-C or a closing terminal reaches all processes, and only the driver acts on it.
 - Workers of the driver's machine start with these signals and SIGTERM blocked, so that their imports are not
@@ -18,10 +18,13 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import setproctitle
 
+from rftdask.cluster.layout import AUXILIARY_RESOURCE, EXPLORER_RESOURCE
+from rftdask.processes.dask_task import LEAVING_TOPIC
 from rftdask.processes.usage import METER, Meter
 from rftdask.processes.zygote import SIGNALS, die_with_parent, reseed_numpy
 
@@ -44,6 +47,29 @@ _NEW_OBJECTS = 50_000
 the collector takes a fifth of the worker's time."""
 LEAVING = ("--preload", MODULE, "--preload-nanny", MODULE)
 """Options of `dask worker` in a batch job."""
+
+
+def grace(resources: Collection[str]) -> dict[str, str]:
+    """Return the environment of a worker with its seconds from SIGTERM to its end, 0 for workers of engines."""
+    ends = EXPLORER_RESOURCE in resources or AUXILIARY_RESOURCE in resources
+    return {GRACE_VARIABLE: "0" if ends else str(GRACE_S)}
+
+
+def worker_spec(name: str, resources: Mapping[str, int], env: Mapping[str, str], **options: Any) -> dict[str, Any]:
+    """Describe a worker of a SpecCluster, in a nanny. options: further options of the nanny."""
+    defaults = {
+        "name": name,
+        "nthreads": 1,
+        "dashboard": False,
+        "dashboard_address": None,
+        # Data is in child processes, which the nanny does not measure.
+        "memory_limit": 0,
+        "silence_logs": logging.CRITICAL,
+        "preload": [MODULE],
+        "resources": dict(resources),
+        "env": {**grace(resources), **env},
+    }
+    return {"cls": "distributed.Nanny", "options": {**defaults, **options}}
 
 
 def dask_setup(server: Any) -> None:
@@ -89,8 +115,6 @@ async def dask_teardown(server: Any) -> None:
     """
     from distributed.core import Status  # late: as above
 
-    from rftdask.processes.dask_task import LEAVING_TOPIC  # late: as above
-
     if not _is_nanny(server):
         # Pending calls of Dask would print tracebacks that have no meaning for the run.
         logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
@@ -101,16 +125,16 @@ async def dask_teardown(server: Any) -> None:
             await asyncio.wait_for(server.process.running.wait(), _JOINING_S)
     if address := server.worker_address:
         with contextlib.suppress(OSError, TimeoutError):
-            await asyncio.wait_for(_report_leaving(server, LEAVING_TOPIC, address), _REPORT_S)
+            await asyncio.wait_for(_report_leaving(server, address), _REPORT_S)
         if server.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(server.pid, signal.SIGKILL)
 
 
-async def _report_leaving(nanny: Any, topic: str, address: str) -> None:
+async def _report_leaving(nanny: Any, address: str) -> None:
     from distributed.comm.addressing import get_address_host_port  # late: as above
 
     # Fails at once if the scheduler has ended; Dask would retry until its deadline.
     _, writer = await asyncio.open_connection(*get_address_host_port(nanny.scheduler.address))
     writer.close()
-    await nanny.scheduler.log_event(topic=topic, msg=address)
+    await nanny.scheduler.log_event(topic=LEAVING_TOPIC, msg=address)

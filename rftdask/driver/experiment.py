@@ -7,7 +7,7 @@
 
 Running again continues where the run stopped, according to its files. An Experiment reads metrics and experiences from
 those files, so it also shows runs of other processes and runs that ended long ago. Modules that only views need
-(pandas, charts) are imported late.
+(pandas) are imported late.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes
 from rftdask.processes.usage import gpu_memory
+from rftdask.reports.charts import plot_metrics
 from rftdask.reports.lineage.sql import query as run_query
 from rftdask.reports.lineage.sql import warn_of
 from rftdask.reports.lineage.tables import RunTables
@@ -364,8 +365,6 @@ class Experiment:
 
     def plot(self) -> Figure:
         """Plot the curves of the run."""
-        from rftdask.reports.charts import plot_metrics
-
         return plot_metrics([(stage.name, stage.metrics) for stage in self._stages()])
 
     def report(self) -> str:
@@ -381,7 +380,7 @@ class Experiment:
 
         step: checkpoint step. None: the newest. Raises: UserError: the Hub refuses; DataError: no model yet.
         """
-        from rftdask.driver.hub_push import push
+        from rftdask.driver.hub_push import push  # late: loads torch
 
         return push(self.url, repo, step=step, private=private, merge_lora=merge_lora)
 

@@ -1,7 +1,6 @@
 """Jobs of a run seen from another process: their states, why the run ended, its logs, and how to end it.
 
-The module reads only storage and the batch system, so it works for active, waiting and dead runs. Its late imports load
-Dask, which a run without jobs does not need.
+The module reads only storage and the batch system, so it works for active, waiting and dead runs.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from socket import gethostname
 from time import sleep
 from typing import TYPE_CHECKING
 
+from rftdask.cluster.jobqueue import log_folder, states_of, system_of
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, read_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, NotFoundError, UserError, WaitTimeout
 from rftdask.monitor.logs import COPY_EVERY_S
 from rftdask.processes.poll import wait_for
-from rftdask.reports.jobs import DRIVER_ROLES, processes_of, system_of
+from rftdask.reports.jobs import DRIVER_ROLES, processes_of
 from rftdask.run.lease import lease_holder
 from rftdask.run.run_folder import RUN_FILE, STOP_FILE, folders_of, read_run, read_run_config
 from rftdask.storage import Storage, open_storage
 
-if TYPE_CHECKING:  # they load Dask
+if TYPE_CHECKING:
     from distributed import Client
-
 
 _POLL_INTERVAL_S = 1.0
 
@@ -58,8 +57,6 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
             pids = ", ".join(str(pid) for _, pid in sorted(processes_of(storage)))
             raise WaitTimeout(f"{storage.url} had not ended after {deadline_s:.0f} s: process {pids} still runs")
         return
-    from rftdask.cluster.jobqueue import states_of
-
     folder = SecretsDir.base_of(_config_of(storage), storage)
     # Created before the jobs are listed, so that a driver which starts in between finds it and ends.
     (folder.path / CANCELLED_FILE).touch(mode=0o600)
@@ -143,8 +140,6 @@ def _log_folders(url: str) -> Iterator[list[tuple[str, Path]]]:
             with contextlib.suppress(NotFoundError):  # no logs yet
                 folders.append((stage, stack.enter_context(folder.local_copy("log"))))
         if "://" in storage.url:  # batch jobs write their logs to the private folder
-            from rftdask.cluster.jobqueue import log_folder
-
             folders.append(("", log_folder(storage, SecretsDir.base_of(_config_of(storage), storage))))
         yield folders
 
@@ -166,7 +161,7 @@ def connect(url: str, timeout_s: float = 30.0) -> Client:
 
     Raises: UserError: the run has no cluster now, or its keys belong to another user; WaitTimeout: no answer.
     """
-    from distributed import Client
+    from distributed import Client  # late: other commands need no Dask
 
     storage = open_storage(url)
     folder = SecretsDir.of(_config_of(storage), storage)

@@ -27,7 +27,7 @@ from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.hub import cached_folder, has_tokenizer, is_model_name, local_model, require_model
 from rftdask.data.images import check_reads_images, check_reads_videos
-from rftdask.data.supervised import check_columns, read_examples, schema_of
+from rftdask.data.supervised import SftRows, check_columns, read_examples, schema_of
 from rftdask.data.task import Task
 from rftdask.data.task_pipeline import check_pipeline, standing_in
 from rftdask.data.tasksets import Taskset
@@ -291,9 +291,8 @@ def _check_algorithm(stage: Config) -> None:
         raise UserError(f"{key}: {stage.model.model_path} has no experts; leave it out")
     section = stage.buffer.trainer_input.experience_buffer
     if algorithm.schema == "sft" and section.format.return_assistant_tokens_mask:
-        from rftdask.trainer.rank import build_reader  # late: as above
-
-        build_reader(section, algorithm.schema, stage, load_tokenizer(stage))  # checks that the template supports it
+        # Checks that the template supports it.
+        SftRows(_open_rows(section), load_tokenizer(stage), section.format, stage.model.max_model_len)
     if algorithm.use_teacher and not stage.explorer.auxiliary_models:
         raise UserError("explorer.auxiliary_models: algorithm.policy_loss_fn needs a teacher model; add it here")
     for number, model in enumerate(stage.explorer.auxiliary_models if algorithm.use_teacher else ()):
@@ -314,8 +313,7 @@ def _check_algorithm(stage: Config) -> None:
 
 def _checked_rows(section: ExperienceBufferConfig, schema: str) -> Dataset:
     """Open the dataset of a buffer. Raises: DataError: it does not exist, or its first rows do not fit its format."""
-    path, split = section.path or "", section.split
-    dataset = open_dataset(path, split=split, subset_name=section.subset_name, table=section.table)
+    dataset = _open_rows(section)
     try:
         schema, fmt = schema_of(schema, dataset, section.format)
         check_columns(dataset, schema, fmt)
@@ -324,6 +322,11 @@ def _checked_rows(section: ExperienceBufferConfig, schema: str) -> Dataset:
     except DataError as error:
         raise DataError(f"dataset {section.path}: {error}") from error
     return dataset
+
+
+def _open_rows(section: ExperienceBufferConfig) -> Dataset:
+    path, split = section.path or "", section.split
+    return open_dataset(path, split=split, subset_name=section.subset_name, table=section.table)
 
 
 def _check_staleness(stage: Config) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rftdask.cluster import slurm_commands as slurm
-from rftdask.cluster.jobs import JobRecord, read_jobs, slurm_numbers
+from rftdask.cluster.jobqueue import system_of
+from rftdask.cluster.jobs import read_jobs, slurm_numbers
 from rftdask.errors import RftError
 from rftdask.run.lease import lease_holders
 from rftdask.run.run_folder import RUN_FILE, folders_of, read_driver, read_end, read_run
 from rftdask.storage import Storage, open_storage
-
-if TYPE_CHECKING:  # it loads Dask
-    from rftdask.cluster.jobqueue import JobQueueCluster
 
 DRIVER_ROLES = ("controller", "explore", "train")
 """Roles of the jobs that run a driver; all other jobs are workers."""
@@ -84,13 +82,6 @@ def read_run_jobs(url: str) -> RunJobs:
     usage = slurm.usage(numbers) if numbers else None
     usage_unknown = slurm.NO_BOOKS if numbers and usage is None else ""
     return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun, usage, usage_unknown)
-
-
-def system_of(job: JobRecord) -> type[JobQueueCluster]:
-    """Return the batch system of a job."""
-    from rftdask.cluster import jobqueue  # late: it loads Dask, which runs without jobs do not need
-
-    return jobqueue.system_of(job)
 
 
 def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:

@@ -35,6 +35,7 @@ from rftdask.data.juicer.environment import set_up
 from rftdask.data.juicer.session import check_juicer, open_juicer
 from rftdask.data.task_pipeline import NUM_EXAMPLES, SOURCE
 from rftdask.errors import DataError, NotFoundError, UserError
+from rftdask.processes.dask_cluster import set_config
 from rftdask.storage import open_storage
 
 Submit = Callable[[Callable[[int], Any], Sequence[int]], list[Any]]
@@ -140,14 +141,11 @@ def on_workers(num_workers: int, scheduler: str = "") -> Iterator[Submit]:
 
     A part whose worker is lost is repeated up to three times. Raises: UserError: no scheduler answers.
     """
-    import dask  # late: reading the command line needs no cluster
-    from distributed import Client, LocalCluster
+    from distributed import Client, LocalCluster  # late: reading the command line needs no cluster
     from distributed.security import Security
 
-    from rftdask.processes.dask_cluster import DASK_CONFIG  # late, as Dask
-
     with contextlib.ExitStack() as stack:
-        stack.enter_context(dask.config.set({**DASK_CONFIG, "distributed.scheduler.allowed-failures": 3}))
+        stack.enter_context(set_config({"distributed.scheduler.allowed-failures": 3}))
         if scheduler:
             try:
                 client = Client(scheduler, timeout=_CONNECT_S)
