@@ -22,8 +22,9 @@ from typing import ClassVar, NamedTuple
 
 import psutil
 
-from rftdask.cluster import slurm_commands as slurm
+from rftdask.cluster.jobqueue import call
 from rftdask.cluster.jobs import JobRecord, read_jobs
+from rftdask.cluster.slurm import SlurmCluster
 from rftdask.processes.zygote import requester_of
 from rftdask.run.run_folder import read_end
 from rftdask.storage import open_storage
@@ -208,7 +209,7 @@ class SlurmRun(Run):
             raise SystemExit(done.stdout + done.stderr)
 
     def ended(self) -> str | None:
-        if slurm.states([job.job_id for job in self._jobs("controller")]):
+        if SlurmCluster.states([job.job_id for job in self._jobs("controller")]):
             return None
         end = read_end(self._storage)
         return "" if end == "finished" else f"{end}: see {self.folder}/log"
@@ -226,28 +227,28 @@ class SlurmRun(Run):
         victim = rng.choice(running)
         self._note(kind, victim)
         if kind == "preemption":
-            node = slurm.call("squeue", "--noheader", "--jobs", victim, "--format=%N").strip()
+            node = call("squeue", "--noheader", "--jobs", victim, "--format=%N").strip()
             options = ("--partition=urgent", f"--nodelist={node}", "--gres=gpu:1", "--time=1", "--output=/dev/null")
-            self._urgent.append(slurm.call("sbatch", "--parsable", *options, "--wrap", "sleep 1").strip())
+            self._urgent.append(call("sbatch", "--parsable", *options, "--wrap", "sleep 1").strip())
             gone: Callable[[], bool] = lambda: self._states(role).get(victim) != "RUNNING"  # noqa: E731
             wait_until(gone, SILENCE_S, f"the preemption of job {victim}", self.look_s)
         elif kind.endswith("requeue"):
-            slurm.call("scontrol", "requeue", victim)
+            call("scontrol", "requeue", victim)
         else:
-            slurm.cancel([victim])
+            SlurmCluster.cancel(victim)
         return True
 
     def close(self) -> None:
-        slurm.cancel([*(job.job_id for job in self._jobs("controller")), *self._urgent])
+        SlurmCluster.cancel(*(job.job_id for job in self._jobs("controller")), *self._urgent)
         wait_until(lambda: not self._states("controller"), SILENCE_S, "the end of the controller", self.look_s)
-        slurm.cancel([job.job_id for job in self._jobs("")])  # jobs of a driver that had no time to cancel them
+        SlurmCluster.cancel(*(job.job_id for job in self._jobs("")))  # jobs of a driver that had no time to cancel them
         self.kill_all()
 
     def _jobs(self, role: str) -> list[JobRecord]:
         return [job for job in read_jobs(self._storage) if role in ("", job.role)]
 
     def _states(self, role: str) -> dict[str, str]:
-        return slurm.states([job.job_id for job in self._jobs(role)])
+        return SlurmCluster.states([job.job_id for job in self._jobs(role)])
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float, what: str, look_s: float = 0.02) -> float:

@@ -8,6 +8,7 @@ variable with a job's number, and the query of its jobs.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import getpass
 import hashlib
@@ -17,23 +18,37 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from unittest import mock
 
-from rftdask.cluster import slurm_commands
 from rftdask.cluster.base import Cluster, close_in_turn, find_cluster
+from rftdask.cluster.driver_script import (
+    DRIVER_OPTIONS,
+    WARNING_S,
+    HostSystem,
+    driver_shell,
+    staging,
+    takes_sources,
+    walltime_timer,
+)
 from rftdask.cluster.jobs import (
+    CONFIG_FILE,
     JOB_PREFIX,
     MAX_FAILED_STARTS,
     MAX_FAILED_SUBMITS,
     RETURNS_FILE,
+    SUBMITTED_FILE,
     JobRecord,
+    Script,
+    ScriptPlan,
     jobs_file,
     note_workers,
     plan_role,
@@ -55,9 +70,8 @@ from rftdask.cluster.layout import (
 )
 from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE, worker_spec
 from rftdask.cluster.secrets_dir import SecretsDir
-from rftdask.cluster.slurm_script import staging
 from rftdask.config import Config, fill_from_environment
-from rftdask.errors import NotInstalledError, RftError, RoleError, UserError, WaitTimeout
+from rftdask.errors import FencedError, NotInstalledError, RftError, RoleError, UserError, WaitTimeout
 from rftdask.processes.dask_cluster import call_on_loss, connect, set_config, start_dask
 from rftdask.processes.dask_task import workers_of
 from rftdask.processes.fork_server import start_fork_server
@@ -76,12 +90,18 @@ _SOON_S = 0.25
 _MISSING_S = 120.0
 """Time without its worker until a job counts as lost, if the batch system has no query."""
 SUBMIT_S = 120.0
+_COMMAND_S = 60.0
+"""Timeout of a command. SLURM's clients retry for some seconds while its controller restarts."""
 _NO_REASON = "its batch system reports no reason"
 _TAKEN = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "CANCELLED", "REVOKED")
 """Prefixes of `reason` of jobs that were ended from outside, whatever they ran."""
 _MAX_PAUSE_S = 60.0
 CONTROLLER = "controller"
 """Role of the job with the driver, and its key in cluster.options."""
+DRIVER_FILE = "driver.sh"
+_RESTARTS_FILE = "restarts"
+_SUBMIT_MODULE = "rftdask.cli.submit"
+"""Module that a driver's job runs near its walltime to submit the next one."""
 DEATH_TIMEOUT_S = 600
 """Time without a scheduler until a worker ends, and its job with it."""
 
@@ -100,8 +120,50 @@ def worker_options(config: Config, role: str) -> list[str]:
     return [*options, *(["--imports", imports] if imports else []), *LEAVING]
 
 
+def call(*command: str, stdin: str = "", stream: str = "stdout") -> str:
+    """Output of a command. Raises: NotInstalledError: not installed; RoleError: it failed.
+
+    stream: "stdout" or "stderr".
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, input=stdin, check=False)
+    except FileNotFoundError:
+        raise NotInstalledError(
+            f"{command[0]} is not installed: use a login node of the cluster, or rftdask run with cluster.type=local "
+            "on one machine"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RoleError(f"{' '.join(command)} did not answer in {_COMMAND_S:.0f} s") from None
+    if done.returncode:
+        raise RoleError(f"{' '.join(command)} failed ({done.returncode}): {done.stderr.strip()}")
+    return str(getattr(done, stream))
+
+
+def forget_job() -> None:
+    """Remove the variables of this process's own job, before jobs are submitted from it.
+
+    Jobs inherit the environment: a memory limit of another kind makes each `srun` fail, and a job would take the
+    restarts of the outer job for its own. Options of sbatch that the user has set (SBATCH_ACCOUNT) stay.
+    """
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in kept]:
+        del os.environ[name]
+
+
 class JobLimitReached(RoleError):
     """Too many failed or refused jobs; the run ends."""
+
+
+@dataclass(frozen=True)
+class SubmitOptions:
+    """Options of `rftdask submit`."""
+
+    single_allocation: bool = False
+    offline: bool = False
+    rounds: int = 1
+    explore_jobs: int = 1
+    dry: bool = False
+    """Allow SLURM to be unavailable."""
 
 
 class BatchJob(Protocol):
@@ -270,9 +332,9 @@ class JobQueueCluster(RemoteWorkersCluster):
         return False
 
     @classmethod
-    def cancel(cls, job_id: str) -> None:
-        """Cancel a job. Idempotent. Raises: RoleError: the command failed."""
-        slurm_commands.call(*cls.load_job_class().cancel_command.split(), job_id)
+    @abstractmethod
+    def cancel(cls, *job_ids: str) -> None:
+        """Cancel jobs. Idempotent. Raises: RoleError: the command failed."""
 
     @classmethod
     def load_job_class(cls) -> type[BatchJob]:
@@ -282,6 +344,37 @@ class JobQueueCluster(RemoteWorkersCluster):
         with mock.patch.object(signal, "signal"):
             job_class: type[BatchJob] = getattr(importlib.import_module(module), name)
         return job_class
+
+    @classmethod
+    @abstractmethod
+    def plan_scripts(
+        cls, config: Config, folder: SecretsDir, storage: Storage, options: SubmitOptions
+    ) -> tuple[Config, ScriptPlan]:
+        """Plan the scripts of a run, as `rftdask submit` writes them to `folder`. Returns: also the config of the run.
+
+        Raises: UserError: an impossible layout, or options that the batch system does not support; FencedError: the run
+            is queued.
+        """
+
+    @classmethod
+    @abstractmethod
+    def submit_scripts(
+        cls, config: Config, folder: SecretsDir, storage: Storage, plan: ScriptPlan, after: str | None
+    ) -> list[JobRecord]:
+        """Write and submit scripts. after: job that must end before, in any way.
+
+        Raises: RoleError: a script is refused, and the other jobs are cancelled.
+        """
+
+    @classmethod
+    def check_scripts(cls, plan: ScriptPlan) -> None:
+        """Test the scripts with the batch system. Raises: UserError: it would refuse a script."""
+        return
+
+    @classmethod
+    @abstractmethod
+    def render_scripts(cls, folder: SecretsDir, plan: ScriptPlan) -> str:
+        """Format all scripts for `rftdask submit --dry-run`."""
 
     @classmethod
     def workers_per_job(cls, config: Config, role: str, num_workers: int) -> int:
@@ -363,7 +456,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._pause_s = _POLL_INTERVAL_S
         self._wake = threading.Event()
         self._closed = threading.Event()
-        slurm_commands.forget_job()
+        forget_job()
         self._scripts = {role: self._script_hash(role) for role in ROLES}
         # Workers of an earlier start look for the newest scheduler of the run, so jobs with the scripts of this start
         # keep their place in the queue, or their nodes.
@@ -420,8 +513,7 @@ class JobQueueCluster(RemoteWorkersCluster):
             self._wake.set()
             self._thread.join(SUBMIT_S)
             if not (self.may_return and self.comes_back()):
-                for job in (job for jobs in self._jobs.values() for job in jobs):
-                    self.cancel(job.job_id)
+                self.cancel(*(job.job_id for jobs in self._jobs.values() for job in jobs))
                 self._jobs = {role: [] for role in ROLES}
             self._note()
             super().close()
@@ -486,8 +578,7 @@ class JobQueueCluster(RemoteWorkersCluster):
             # Before cancelling and submitting, which may fail.
             self._jobs[role] = [job for job in jobs if job.job_id not in gone]
             self._failed_starts[role] = change.num_failed_starts
-            for job in change.cancel:
-                self.cancel(job.job_id)
+            self.cancel(*(job.job_id for job in change.cancel))
             # The last lines of the log show the reason, mostly a missing module or a wrong partition.
             if change.num_failed_starts >= MAX_FAILED_STARTS and change.lost:
                 last = change.lost[-1].job_id
@@ -569,90 +660,129 @@ class JobQueueCluster(RemoteWorkersCluster):
         write_jobs(self._storage, [job for role in ROLES for job in self._jobs[role]], self._file)
 
 
-@dataclass(frozen=True)
-class Query:
-    """Command that lists the jobs of a user, and the format of its output.
+class OtherCluster(JobQueueCluster):
+    """A batch system other than SLURM, which lists the jobs of a user by a command.
 
     The formats of PBS (the emulation of SLURM) and Grid Engine were recorded, the others follow documentation.
     """
 
-    command: tuple[str, ...]
-    row: str
-    """Pattern of a job's line with the groups `id` and `state`."""
-    waiting: tuple[str, ...]
-    running: tuple[str, ...]
-    stuck: tuple[str, ...] = ()
+    list_command: ClassVar[tuple[str, ...]]
+    row: ClassVar[str]
+    """Pattern of a job's line in its output, with the groups `id` and `state`."""
+    waiting: ClassVar[tuple[str, ...]]
+    running: ClassVar[tuple[str, ...]]
+    stuck: ClassVar[tuple[str, ...]] = ()
     """States of jobs that only their user can release."""
-    nothing: str = "\0"
+    no_jobs: ClassVar[str] = "\0"
     """Error text of the command if the user has no jobs."""
-
-    def states(self, job_ids: Sequence[str]) -> dict[str, str] | None:
-        """PENDING or RUNNING by id, for jobs that have not ended. None: the command is not installed.
-
-        Raises: RoleError: it failed.
-        """
-        if not job_ids:
-            return {}
-        try:
-            output = slurm_commands.call(*(part.format(user=getpass.getuser()) for part in self.command))
-        except NotInstalledError:
-            return None
-        except RoleError as error:
-            if self.nothing not in str(error):
-                raise
-            output = ""
-        states = self.read(output)
-        return {job_id: states[job_id] for job_id in job_ids if job_id in states}
-
-    def read(self, output: str) -> dict[str, str]:
-        """Parse the output of the command: state by id."""
-        states = {}
-        for row in re.finditer(self.row, output, re.MULTILINE):
-            state = row["state"]
-            if state in self.running:
-                states[row["id"]] = "RUNNING"
-            elif state in (*self.waiting, *self.stuck):
-                states[row["id"]] = f"PENDING ({state})"
-        return states
-
-    def never_runs(self, state: str) -> bool:
-        """True if only its user can release a job in this state."""
-        return state in {f"PENDING ({stuck})" for stuck in self.stuck}
-
-
-class OtherCluster(JobQueueCluster):
-    """A batch system other than SLURM."""
-
-    query: ClassVar[Query]
     walltime_unit_s: ClassVar[float] = 1.0
     """Unit of the last part of a walltime."""
 
     @classmethod
     def states(cls, job_ids: Sequence[str]) -> dict[str, str] | None:
-        """States from `query`."""
-        return cls.query.states(job_ids)
+        """States from `list_command`. None: it is not installed. Raises: RoleError: it failed."""
+        if not job_ids:
+            return {}
+        try:
+            output = call(*(part.format(user=getpass.getuser()) for part in cls.list_command))
+        except NotInstalledError:
+            return None
+        except RoleError as error:
+            if cls.no_jobs not in str(error):
+                raise
+            output = ""
+        states = cls.read_states(output)
+        return {job_id: states[job_id] for job_id in job_ids if job_id in states}
+
+    @classmethod
+    def read_states(cls, output: str) -> dict[str, str]:
+        """Parse the output of `list_command`: state by id."""
+        states = {}
+        for row in re.finditer(cls.row, output, re.MULTILINE):
+            state = row["state"]
+            if state in cls.running:
+                states[row["id"]] = "RUNNING"
+            elif state in (*cls.waiting, *cls.stuck):
+                states[row["id"]] = f"PENDING ({state})"
+        return states
 
     @classmethod
     def never_runs(cls, state: str) -> bool:
-        """See `Query.never_runs`."""
-        return cls.query.never_runs(state)
+        """True if only its user can release a job in this state."""
+        return state in {f"PENDING ({stuck})" for stuck in cls.stuck}
 
     @classmethod
-    def cancel(cls, job_id: str) -> None:
-        """Cancel a job, unless it has ended."""
+    def cancel(cls, *job_ids: str) -> None:
+        """Cancel each job, unless it has ended."""
+        for job_id in job_ids:
+            try:
+                call(*cls.load_job_class().cancel_command.split(), job_id)
+            except RoleError:
+                if job_id in (cls.states([job_id]) or {}):
+                    raise
+
+    @classmethod
+    def plan_scripts(
+        cls, config: Config, folder: SecretsDir, storage: Storage, options: SubmitOptions
+    ) -> tuple[Config, ScriptPlan]:
+        """Plan the controller, whose job runs `driver`, and a job for each worker."""
+        if options.offline or options.single_allocation:
+            raise UserError(
+                f"--offline and --single-allocation need cluster.type slurm, not {config.cluster.type}; remove them"
+            )
+        check_not_submitted(storage)
+        layout, logs = cls.plan(config, config.stage_configs()), log_folder(storage, folder)
+        restarts, path = shlex.quote(str(folder.path / _RESTARTS_FILE)), str(folder.path / CONFIG_FILE)
+        python = shlex.quote(config.cluster.python or sys.executable)
+        walltime_s = cls.walltime_s(config)
+        # These systems have no common way to requeue a job, so the job submits its successor.
+        submit_next = f"{python} -m {_SUBMIT_MODULE} {shlex.quote(path)}"
+        again = f'{{ echo >>{restarts} && {submit_next} && echo "queued again before the walltime" && exit 0; }}'
+        # Nor a common signal before the walltime.
+        first = walltime_timer(walltime_s - WARNING_S) if walltime_s > 2 * WARNING_S else ""
+        host = HostSystem(restarts=f"$(cat {restarts} 2>/dev/null | wc -l)", again=again, cancel="", first=first)
+        run = f"{python} {shlex.join(['-m', 'rftdask', 'run', path, *DRIVER_OPTIONS])}"
+        driver = "\n".join(["#!/usr/bin/env bash", takes_sources(folder), *driver_shell(folder, run, host), ""])
+        controller = Script(CONTROLLER, CONTROLLER, cls.controller(config, folder, logs).job_script())
+        of_cluster, workers = SecretsDir.of(config, storage), []
+        for role in ROLES:
+            if count := layout.num_workers(role):
+                text = cls.job_script(config, role, count, f"{role}-<number>", of_cluster, logs)
+                workers.append(Script(f"{count} x {role}", role, text))
+        return config, ScriptPlan((controller,), tuple(workers), driver=driver)
+
+    @classmethod
+    def submit_scripts(
+        cls, config: Config, folder: SecretsDir, storage: Storage, plan: ScriptPlan, after: str | None
+    ) -> list[JobRecord]:
+        """Write the driver's shell and submit the controller."""
+        (folder.path / _RESTARTS_FILE).unlink(missing_ok=True)
+        folder.write(DRIVER_FILE, plan.driver)
+        return [cls.submit_controller(config, folder, storage)]
+
+    @classmethod
+    def submit_controller(cls, config: Config, folder: SecretsDir, storage: Storage) -> JobRecord:
+        """Submit the controller's job, whose driver shell exists. Raises: RoleError: refused."""
+        job = cls.controller(config, folder, log_folder(storage, folder))
         try:
-            super().cancel(job_id)
-        except RoleError:
-            if job_id in (cls.states([job_id]) or {}):
-                raise
+            asyncio.run(asyncio.wait_for(job.start(), SUBMIT_S))
+        except (RuntimeError, TimeoutError, OSError, ValueError) as error:
+            raise RoleError(f"{config.cluster.type} refuses the job of the controller: {error}") from error
+        return JobRecord(CONTROLLER, CONTROLLER, str(job.job_id), config.cluster.type, time.time())
 
     @classmethod
-    def controller(cls, config: Config, folder: SecretsDir, logs: Path, command: str) -> BatchJob:
-        """Job of the driver, with `cluster.options.controller`. command: a shell command."""
+    def render_scripts(cls, folder: SecretsDir, plan: ScriptPlan) -> str:
+        """Format the scripts, and the shell that the controller's job runs."""
+        texts = [f"# {script.name}\n{script.text}" for script in (*plan.scripts, *plan.worker_scripts)]
+        return "\n".join([*texts, f"# {folder.path / DRIVER_FILE}\n{plan.driver}"])
+
+    @classmethod
+    def controller(cls, config: Config, folder: SecretsDir, logs: Path) -> BatchJob:
+        """Job of the driver, with `cluster.options.controller`."""
         options = cls.job_options(config, CONTROLLER, CONTROLLER, folder, logs)
         job = cls.load_job_class()(**options)
         # Replaces the command of a worker.
-        job._command_template = command
+        job._command_template = f"exec bash {shlex.quote(str(folder.path / DRIVER_FILE))}"
         return job
 
     @classmethod
@@ -672,12 +802,10 @@ class PbsCluster(OtherCluster):
     """PBS, OpenPBS and Torque."""
 
     cluster_type: ClassVar[str] = "pbs"
-    query = Query(
-        ("qstat", "-u", "{user}"),
-        r"^(?P<id>\d+)\S*\s+\S+\s.*\s(?P<state>[A-Z])\s+\S+\s*$",
-        waiting=("Q", "H", "W", "T"),
-        running=("R", "E", "S", "B"),
-    )
+    list_command = ("qstat", "-u", "{user}")
+    row = r"^(?P<id>\d+)\S*\s+\S+\s.*\s(?P<state>[A-Z])\s+\S+\s*$"
+    waiting = ("Q", "H", "W", "T")
+    running = ("R", "E", "S", "B")
     job_class: ClassVar[str] = "dask_jobqueue.pbs.PBSJob"
     job_number: ClassVar[str] = "${PBS_JOBID%%.*}"
 
@@ -686,13 +814,11 @@ class LsfCluster(OtherCluster):
     """IBM Spectrum LSF."""
 
     cluster_type: ClassVar[str] = "lsf"
-    query = Query(
-        ("bjobs", "-noheader", "-o", "jobid stat"),
-        r"^(?P<id>\d+)\s+(?P<state>[A-Z]+)\s*$",
-        waiting=("PEND", "PSUSP", "WAIT", "PROV"),
-        running=("RUN", "SSUSP", "USUSP", "UNKWN"),
-        nothing="No unfinished job found",
-    )
+    list_command = ("bjobs", "-noheader", "-o", "jobid stat")
+    row = r"^(?P<id>\d+)\s+(?P<state>[A-Z]+)\s*$"
+    waiting = ("PEND", "PSUSP", "WAIT", "PROV")
+    running = ("RUN", "SSUSP", "USUSP", "UNKWN")
+    no_jobs = "No unfinished job found"
     walltime_unit_s = 60.0
     job_class: ClassVar[str] = "dask_jobqueue.lsf.LSFJob"
     job_number: ClassVar[str] = "${LSB_JOBID}"
@@ -702,13 +828,11 @@ class SgeCluster(OtherCluster):
     """Grid Engine."""
 
     cluster_type: ClassVar[str] = "sge"
-    query = Query(
-        ("qstat", "-u", "{user}"),
-        r"^\s*(?P<id>\d+)\s+[\d.]+\s+\S+\s+\S+\s+(?P<state>[A-Za-z]+)\s",
-        waiting=("qw", "hqw", "hRwq", "Rq"),
-        running=("r", "t", "Rr", "Rt", "s", "S", "T", "dr", "dt"),
-        stuck=("Eqw", "Ehqw"),
-    )
+    list_command = ("qstat", "-u", "{user}")
+    row = r"^\s*(?P<id>\d+)\s+[\d.]+\s+\S+\s+\S+\s+(?P<state>[A-Za-z]+)\s"
+    waiting = ("qw", "hqw", "hRwq", "Rq")
+    running = ("r", "t", "Rr", "Rt", "s", "S", "T", "dr", "dt")
+    stuck = ("Eqw", "Ehqw")
     job_class: ClassVar[str] = "dask_jobqueue.sge.SGEJob"
     job_number: ClassVar[str] = "${JOB_ID}"
 
@@ -717,18 +841,16 @@ class HTCondorCluster(OtherCluster):
     """HTCondor."""
 
     cluster_type: ClassVar[str] = "htcondor"
-    query = Query(
-        ("condor_q", "-autoformat:j", "JobStatus"),
-        r"^(?P<id>\d+\.\d+)\s+(?P<state>\d)\s*$",
-        waiting=("1",),
-        running=("2", "6", "7"),
-        stuck=("5",),  # held: it has failed to start, or its user holds it
-    )
+    list_command = ("condor_q", "-autoformat:j", "JobStatus")
+    row = r"^(?P<id>\d+\.\d+)\s+(?P<state>\d)\s*$"
+    waiting = ("1",)
+    running = ("2", "6", "7")
+    stuck = ("5",)  # held: it has failed to start, or its user holds it
     job_class: ClassVar[str] = "dask_jobqueue.htcondor.HTCondorJob"
     job_number: ClassVar[str] = "$(ClusterId).$(ProcId)"  # in the submit file, because jobs have no variable
 
     @classmethod
-    def controller(cls, config: Config, folder: SecretsDir, logs: Path, command: str) -> BatchJob:
+    def controller(cls, config: Config, folder: SecretsDir, logs: Path) -> BatchJob:
         """Run in the universe `local`, on the submitting machine, since other machines may not submit jobs."""
         options = config.cluster.options
         controller = options.get(CONTROLLER, {})
@@ -739,19 +861,17 @@ class HTCondorCluster(OtherCluster):
         }
         tree = {**options, CONTROLLER: {**controller, "job_extra_directives": extra}}
         cluster = config.cluster.model_copy(update={"options": tree})
-        return super().controller(config.model_copy(update={"cluster": cluster}), folder, logs, command)
+        return super().controller(config.model_copy(update={"cluster": cluster}), folder, logs)
 
 
 class OarCluster(OtherCluster):
     """OAR."""
 
     cluster_type: ClassVar[str] = "oar"
-    query = Query(
-        ("oarstat", "-u", "{user}"),
-        r"^(?P<id>\d+)\s.*?\s(?P<state>[A-Zt])\s",
-        waiting=("W", "H", "t"),
-        running=("L", "R", "S", "F"),
-    )
+    list_command = ("oarstat", "-u", "{user}")
+    row = r"^(?P<id>\d+)\s.*?\s(?P<state>[A-Zt])\s"
+    waiting = ("W", "H", "t")
+    running = ("L", "R", "S", "F")
     job_class: ClassVar[str] = "dask_jobqueue.oar.OARJob"
     job_number: ClassVar[str] = "${OAR_JOB_ID}"
 
@@ -769,6 +889,18 @@ def states_of(jobs: Sequence[JobRecord]) -> dict[str, str]:
     for system in {system_of(job) for job in jobs}:
         alive |= system.states([job.job_id for job in jobs if system_of(job) is system]) or {}
     return alive
+
+
+def check_not_submitted(storage: Storage) -> None:
+    """Raises: FencedError: a driver of the run is queued or runs."""
+    # Only drivers count, since the next driver takes over jobs of workers.
+    jobs = read_jobs(storage, SUBMITTED_FILE)
+    # Queued drivers count as well, because the second driver of a run would fail.
+    if alive := states_of(jobs):
+        drivers = ", ".join(
+            f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive
+        )
+        raise FencedError(f"{storage.url} is submitted already: {drivers}; rftdask cancel {storage.url} ends it")
 
 
 def log_folder(storage: Storage, folder: SecretsDir) -> Path:

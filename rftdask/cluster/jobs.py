@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
+from rftdask.cluster.layout import Layout
 from rftdask.errors import NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.checked_json import parse_json
@@ -55,6 +56,34 @@ class JobRecord:
     """Unix time at which its worker, which had joined, was lost."""
     script: str = ""
     """Hash of its script. A later driver takes over jobs with the script that it would submit."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A batch script of a submission."""
+
+    name: str
+    role: str
+    text: str
+    after: str | None = None
+    """Name of the script whose job must succeed before."""
+    after_task: str = ""
+    """Suffix of the array task that must succeed before: "_0". "": all tasks."""
+
+
+@dataclass(frozen=True)
+class ScriptPlan:
+    """Scripts that `rftdask submit` writes and submits."""
+
+    scripts: tuple[Script, ...]
+    worker_scripts: tuple[Script, ...] = ()
+    """Scripts that the controller will submit, for display."""
+    unchecked: str = ""
+    """Reason why the scripts were not checked against SLURM's partitions; empty: checked."""
+    layout: Layout | None = None
+    """Layout whose workers must fit the memory of their jobs. None: not checked."""
+    driver: str = ""
+    """Shell that the controller's job runs on batch systems other than SLURM."""
 
 
 @dataclass(frozen=True)

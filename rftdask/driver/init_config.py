@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rftdask.cluster.slurm_commands import Capacity, hours
+from rftdask.cluster.job_shapes import Capacity, hours
 from rftdask.config import Config, load_config
 from rftdask.config.base import Section
 from rftdask.errors import DataError, UserError

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rftdask.cluster.job_shapes import megabytes
 from rftdask.cluster.layout import (
     AUXILIARY_RESOURCE,
     EXPLORER_RESOURCE,
@@ -24,7 +25,6 @@ from rftdask.cluster.layout import (
     num_ranks,
     plan_machines,
 )
-from rftdask.cluster.slurm_commands import megabytes
 from rftdask.config import Config
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.optimizer import OptimizerConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rftdask.cluster import slurm_commands as slurm
 from rftdask.cluster.jobqueue import system_of
 from rftdask.cluster.jobs import read_jobs, slurm_numbers
+from rftdask.cluster.slurm import NO_BOOKS, Usage, usage
 from rftdask.errors import RftError
 from rftdask.run.lease import lease_holders
 from rftdask.run.run_folder import RUN_FILE, folders_of, read_driver, read_end, read_run
@@ -38,7 +38,7 @@ class RunJobs:
     """Why the run is not running; empty while it is."""
     has_begun: bool
     """True if the run has a folder that other commands can read."""
-    usage: slurm.Usage | None = None
+    usage: Usage | None = None
     """Resources used by all jobs, including ended ones. None: the batch system keeps no accounting."""
     usage_unknown: str = ""
     """Why the usage of SLURM jobs is unknown."""
@@ -79,9 +79,9 @@ def read_run_jobs(url: str) -> RunJobs:
             outcome = system_of(job).reason(job.job_id) or "ended"
             jobs.append(JobStatus(job.role, job.name, job.job_id, outcome, False))
     numbers = slurm_numbers(storage, records)
-    usage = slurm.usage(numbers) if numbers else None
-    usage_unknown = slurm.NO_BOOKS if numbers and usage is None else ""
-    return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun, usage, usage_unknown)
+    used = usage(numbers) if numbers else None
+    usage_unknown = NO_BOOKS if numbers and used is None else ""
+    return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun, used, usage_unknown)
 
 
 def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:

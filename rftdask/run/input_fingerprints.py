@@ -39,8 +39,6 @@ from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import next_number, numbers_in
 from rftdask.storage.checked_json import parse_object
 
-SOURCES_FOLDER = "sources"
-"""Folder of the copies for the jobs of a run, in its private folder."""
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
 """Suffixes of the files that loading a model may read."""
 _GIT_FILE = "git.json"

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rftdask.cli.common import say
-from rftdask.cluster.slurm_commands import read_capacity
+from rftdask.cluster.slurm import read_capacity
 from rftdask.config import make_plan
 from rftdask.driver.init_config import GSM8K, FirstConfig, json_schema
 from rftdask.errors import RoleError, UserError

@@ -42,8 +42,9 @@ import pytest
 import yaml
 
 from rftdask import Experiment
-from rftdask.cluster import slurm_commands as slurm
+from rftdask.cluster.jobqueue import call
 from rftdask.cluster.jobs import JobRecord, read_jobs
+from rftdask.cluster.slurm import ENDING, SlurmCluster, sbatch
 from rftdask.errors import RftError
 from rftdask.run.lease import lease_holder
 from rftdask.storage import open_storage
@@ -104,7 +105,7 @@ class Demo:
         return [job.job_id for job in self.jobs() if not roles or job.role in roles]
 
     def alive(self, *roles: str) -> dict[str, str]:
-        return slurm.states(self.job_ids(*roles))
+        return SlurmCluster.states(self.job_ids(*roles))
 
     def log(self) -> str:
         return "\n".join(path.read_text() for path in sorted((self.folder / "log").glob("*.log")))
@@ -115,9 +116,9 @@ class Demo:
     def cancel_all(self) -> None:
         if self.folder.exists():
             with contextlib.suppress(RftError):
-                slurm.cancel(self.job_ids("controller", "explore", "train"))
+                SlurmCluster.cancel(*self.job_ids("controller", "explore", "train"))
                 wait_until(lambda: not self.alive("controller", "explore", "train"), "the cancellation")
-                slurm.cancel(self.job_ids())
+                SlurmCluster.cancel(*self.job_ids())
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_the_five_commands_of_the_guide_work_as_printed(tmp_path: Path, demo: De
     [controller] = demo.job_ids("controller")
     shell(cancel, tmp_path)
     assert demo.alive() == {}
-    assert slurm.reason(controller).startswith("CANCELLED")
+    assert SlurmCluster.reason(controller).startswith("CANCELLED")
     assert "not running: stopped" in call_cli("status", str(demo.folder)).out
     stopped_at = assert_sound(demo.folder)["checkpoint"]
     assert stopped_at >= 2
@@ -173,7 +174,7 @@ def test_the_five_commands_of_the_guide_work_as_printed(tmp_path: Path, demo: De
     shell(again, tmp_path)
     wait_until(lambda: num_steps(demo.folder) > stopped_at, "a step of the third life")
     lost = demo.job_ids("explorer")
-    slurm.cancel(lost)  # its partition requests it again
+    SlurmCluster.cancel(*lost)  # its partition requests it again
     demo.wait_for_end()
     shell(report, tmp_path)
     assert (demo.folder / "report.html").exists()
@@ -215,18 +216,18 @@ def test_a_dry_run_shows_the_scripts_and_leaves_nothing(tmp_path: Path) -> None:
 def test_an_ending_job_is_distinguished_from_a_returning_one(tmp_path: Path) -> None:
     script = tmp_path / "slow.sh"
     script.write_text(f"#!/bin/bash\ntrap 'sleep 3; exit 0' TERM\ntouch {tmp_path}/$SLURM_JOB_ID\nsleep 100 & wait\n")
-    jobs = [slurm.submit(str(script), "--requeue", "--output=/dev/null", "--time=1") for _ in range(2)]
+    jobs = [sbatch(str(script), "--requeue", "--output=/dev/null", "--time=1") for _ in range(2)]
     try:
         wait_until(lambda: all((tmp_path / job_id).exists() for job_id in jobs), "the traps")
         # It has used no time since its restart; the two states differ only by seconds.
-        wait_until(lambda: "0:00" not in slurm.call("squeue", "--me", "--format=%M", "-h").split(), "a second")
-        slurm.cancel(jobs[:1])
-        slurm.call("scontrol", "requeue", jobs[1])
-        assert slurm.states(jobs) == {jobs[0]: slurm.ENDING, jobs[1]: "REQUEUED"}
-        wait_until(lambda: slurm.states(jobs).get(jobs[1]) == "PENDING (BeginTime)", "the other in the queue")
-        wait_until(lambda: jobs[0] not in slurm.states(jobs), "the ended one gone")
+        wait_until(lambda: "0:00" not in call("squeue", "--me", "--format=%M", "-h").split(), "a second")
+        SlurmCluster.cancel(*jobs[:1])
+        call("scontrol", "requeue", jobs[1])
+        assert SlurmCluster.states(jobs) == {jobs[0]: ENDING, jobs[1]: "REQUEUED"}
+        wait_until(lambda: SlurmCluster.states(jobs).get(jobs[1]) == "PENDING (BeginTime)", "the other in the queue")
+        wait_until(lambda: jobs[0] not in SlurmCluster.states(jobs), "the ended one gone")
     finally:
-        slurm.cancel(jobs)
+        SlurmCluster.cancel(*jobs)
 
 
 def test_an_impossible_request_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_a_run_whose_trainer_cannot_start_ends_with_the_reason(
     demo.wait_for_end()
     assert demo.alive() == {}
     assert all(text in demo.log() for text in told), demo.log()
-    assert slurm.reason(demo.job_ids("controller")[0]).startswith("FAILED")
+    assert SlurmCluster.reason(demo.job_ids("controller")[0]).startswith("FAILED")
 
 
 def test_a_limit_of_submitted_jobs_reduces_only_the_explorers(tmp_path: Path) -> None:
@@ -287,12 +288,12 @@ def test_a_sweep_submits_every_run_and_at_most_so_many_at_a_time(tmp_path: Path)
     jobs = re.findall(r"submitted seed-\d as job (\d+)", submitted.err)
     assert len(jobs) == 4, submitted
     try:
-        told = [slurm.call("squeue", "--noheader", "--format=%E", "--jobs", job_id).strip() for job_id in jobs[2:]]
+        told = [call("squeue", "--noheader", "--format=%E", "--jobs", job_id).strip() for job_id in jobs[2:]]
         assert [re.sub(r"\(.*\)", "", text) for text in told] == [f"afterany:{job_id}" for job_id in jobs[:-2]]
-        wait_until(lambda: not slurm.states(jobs), "the end of the sweep")
+        wait_until(lambda: not SlurmCluster.states(jobs), "the end of the sweep")
         assert call_cli(*sweep, "--table").out.count("finished") == 4
     finally:
-        slurm.cancel(jobs)
+        SlurmCluster.cancel(*jobs)
 
 
 CONTAINER = """#!/bin/bash
@@ -322,9 +323,9 @@ def test_a_trainer_on_two_nodes_is_one_job_over_two_controllers(tmp_path: Path, 
     wait_until(lambda: len(demo.job_ids("trainer", "explorer")) == 4, "all jobs")
     wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
     before, [controller] = demo.alive("trainer", "explorer"), demo.job_ids("controller")
-    slurm.call("scancel", "--batch", "--signal=USR1", controller)
+    call("scancel", "--batch", "--signal=USR1", controller)
     wait_until(lambda: "queued again before the walltime" in demo.log(), "the requeue")
-    assert set(slurm.states(list(before))) == set(before), "nobody cancelled them"
+    assert set(SlurmCluster.states(list(before))) == set(before), "nobody cancelled them"
     steps = num_steps(demo.folder)
     wait_until(lambda: num_steps(demo.folder) >= steps + 2, "steps of the second life")
     assert set(before) <= set(demo.job_ids("trainer", "explorer")), (before, demo.jobs())
@@ -403,16 +404,18 @@ def test_a_node_that_goes_down_costs_a_run_its_job_and_no_more(demo: Demo) -> No
     assert call_cli("submit", str(demo.config)).code == 0
     wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
     [explorer] = demo.job_ids("explorer")
-    node = slurm.call("squeue", "--noheader", "--jobs", explorer, "--format=%N").strip()
+    node = call("squeue", "--noheader", "--jobs", explorer, "--format=%N").strip()
     try:
-        slurm.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-        wait_until(lambda: slurm.states([explorer]).get(explorer) != "RUNNING", "the loss of the explorer's node")
+        call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+        wait_until(
+            lambda: SlurmCluster.states([explorer]).get(explorer) != "RUNNING", "the loss of the explorer's node"
+        )
         steps = num_steps(demo.folder)
         wait_until(lambda: num_steps(demo.folder) >= steps + 3, "steps on the nodes that are left")
-        again = slurm.call("squeue", "--noheader", "--me", "--states=RUNNING", "--format=%N").split()
+        again = call("squeue", "--noheader", "--me", "--states=RUNNING", "--format=%N").split()
         assert again and node not in again
     finally:
-        slurm.call("scontrol", "update", f"nodename={node}", "state=resume")
+        call("scontrol", "update", f"nodename={node}", "state=resume")
     assert call_cli("cancel", str(demo.folder)).code == 0
     assert_sound(demo.folder)
 
@@ -430,15 +433,15 @@ def test_jobs_of_another_user_are_neither_seen_nor_touched(tmp_path: Path) -> No
     ).stdout.strip()
     demo = Demo(tmp_path)
     try:
-        assert slurm.states([theirs]) == {} and slurm.expected_starts([theirs]) == {}
+        assert SlurmCluster.states([theirs]) == {} and SlurmCluster.expected_starts([theirs]) == {}
         assert call_cli("submit", str(demo.config)).code == 0
         demo.wait_for_end()
-        told = slurm.call("squeue", "--noheader", "--jobs", theirs, "--format=%T %u").split()
+        told = call("squeue", "--noheader", "--jobs", theirs, "--format=%T %u").split()
         assert told == ["RUNNING", "nobody"]
         assert (demo.folder / "control" / "private").stat().st_mode & 0o077 == 0
     finally:
         demo.cancel_all()
-        slurm.cancel([theirs])
+        SlurmCluster.cancel(theirs)
 
 
 def test_a_run_without_requeue_reports_it_and_ends(tmp_path: Path) -> None:
@@ -500,9 +503,9 @@ def test_a_chain_of_jobs_survives_requeues_of_either_kind(tmp_path: Path) -> Non
         assert ended.code == 0, ended
         (explore,), (train,) = ([j.job_id for j in demo.jobs() if j.name == name] for name in ("explore-1", "train-1"))
         wait_until(lambda: num_shards(demo.folder) >= 1, "a shard")
-        slurm.call("scontrol", "requeue", f"{explore}_0")  # the job that drives
+        call("scontrol", "requeue", f"{explore}_0")  # the job that drives
         wait_until((demo.folder / "latest_checkpointed_iteration.txt").exists, "a checkpoint")
-        slurm.call("scontrol", "requeue", train)
+        call("scontrol", "requeue", train)
         demo.wait_for_end()
         status = assert_sound(demo.folder)
         assert (status["step"], status["explore_step"]) == (40, 40), demo.log()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.cluster import slurm_commands as slurm
 from rftdask.cluster.jobs import read_jobs
+from rftdask.cluster.slurm import SlurmCluster
 from rftdask.storage import open_storage
 from tests.e2e.clusters.test_slurm_runs import has_slurm
 from tests.e2e.guides.browser import Chromium
@@ -186,7 +186,7 @@ def test_from_an_empty_folder_to_a_job(tmp_path: Path, monkeypatch: pytest.Monke
             assert state == "finished" and "submitted controller as job" in output
             jobs = read_jobs(open_storage(tmp_path / "runs/rftdask/cluster"))
             assert jobs
-            slurm.cancel(job.job_id for job in jobs)
+            SlurmCluster.cancel(*(job.job_id for job in jobs))
         else:  # then the page reports that
             assert state == "failed" and "sinfo" in output, output
         assert browser.errors == []

@@ -15,18 +15,12 @@ import psutil
 import pytest
 
 from rftdask.cli import submit as submitting
-from rftdask.cli.submit import (
-    allocation_script,
-    controller_text,
-    has_finished,
-    offline_scripts,
-    plan_submission,
-    warning,
-)
+from rftdask.cli.submit import has_finished, plan_submission
+from rftdask.cluster.driver_script import HostSystem, driver_shell, walltime_timer
+from rftdask.cluster.jobqueue import SubmitOptions
 from rftdask.cluster.layout import plan_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
-from rftdask.cluster.slurm import SlurmCluster
-from rftdask.cluster.slurm_script import HostSystem, driver_shell
+from rftdask.cluster.slurm import SlurmCluster, allocation_script, controller_text, offline_scripts
 from rftdask.config import load_config, replace
 from rftdask.errors import ConfigError, FencedError, UserError
 from rftdask.run.run_folder import note_end
@@ -75,21 +69,22 @@ def test_on_every_batch_system_a_controller_submits_jobs(
     config = configured(tmp_path, *common, f"cluster.options={{cores: 4, memory: 8GB, {walltime}{options}}}")
     monkeypatch.setenv("PATH", str(tmp_path))
     submission = plan_submission(config)
-    [controller] = submission.scripts
-    for script, lines in zip((controller, submission.worker_scripts[0]), said, strict=True):
+    plan = submission.plan
+    [controller] = plan.scripts
+    for script, lines in zip((controller, plan.worker_scripts[0]), said, strict=True):
         assert all(line in script.text for line in lines), script.text
     driver = f"{tmp_path}/runs/rftdask/try/control/private/driver.sh"
     assert f"exec bash {driver}" in controller.text and "rftdask.cluster.join" not in controller.text
     staged = 'export RFTDASK_STAGE_TO="$TMPDIR/staged" RFTDASK_STAGE_KEEP=0'
     staged = staged.replace('"', '""') if system == "htcondor" else staged
-    assert staged in submission.worker_scripts[0].text and "STAGE" not in controller.text
-    warned = "( sleep 14220; kill -USR1 $$ ) &\n" in submission.driver
+    assert staged in plan.worker_scripts[0].text and "STAGE" not in controller.text
+    warned = "( sleep 14220; kill -USR1 $$ ) &\n" in plan.driver
     assert warned == (system != "htcondor"), "near a walltime of four hours"
-    assert "python3 -m rftdask.cli.submit " in submission.driver and "SLURM_" not in submission.driver
-    assert subprocess.run(["/bin/bash", "-n"], input=submission.driver, text=True, check=False).returncode == 0
-    assert submission.render().count(driver) == 2
+    assert "python3 -m rftdask.cli.submit " in plan.driver and "SLURM_" not in plan.driver
+    assert subprocess.run(["/bin/bash", "-n"], input=plan.driver, text=True, check=False).returncode == 0
+    assert submission.system.render_scripts(submission.folder, plan).count(driver) == 2
     with pytest.raises(UserError, match=r"need cluster.type slurm"):
-        plan_submission(config, single_allocation=True)
+        plan_submission(config, SubmitOptions(single_allocation=True))
 
 
 def test_the_controller_is_requeued_and_warned(tmp_path: Path) -> None:
@@ -142,7 +137,7 @@ def test_scripts_are_shown_with_the_prediction_of_slurm(tmp_path: Path, monkeypa
     assert shown.out.count("# SLURM: Job 5 to start at 2026-11-24T08:00:00 on n1\n") == 2, shown
     submission = plan_submission(load_config(file))
     with pytest.raises(UserError, match=r"refuses the job of explorer \(cluster.slurm.explorer\): .*Invalid account"):
-        submission.check()
+        submission.system.check_scripts(submission.plan)
 
 
 def test_of_two_simultaneous_submits_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +275,8 @@ def test_the_walltime_timer_signals_the_driver_and_ends(tmp_path: Path) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)
     run = shlex.join([sys.executable, "-S", str(tmp_path / "driver.py"), str(tmp_path / "ready")])
     for after_s, command, code in ((1, run, 130), (700, "sleep 0.1", 0)):
-        system = HostSystem(restarts="0", again=f"touch {tmp_path}/again", cancel="", first=warning(after_s))
-        script = "\n".join(driver_shell(SecretsDir(tmp_path), command, system=system)).replace("sleep 60", ":")
+        system = HostSystem(restarts="0", again=f"touch {tmp_path}/again", cancel="", first=walltime_timer(after_s))
+        script = "\n".join(driver_shell(SecretsDir(tmp_path), command, system)).replace("sleep 60", ":")
         with subprocess.Popen(["bash", "-c", script], start_new_session=True) as controller:
             assert controller.wait(60) == code
             left = [each for each in psutil.process_iter() if _session(each.pid) == controller.pid]

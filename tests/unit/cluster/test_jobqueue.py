@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rftdask.cluster.base import find_cluster
-from rftdask.cluster.jobqueue import HTCondorCluster, LsfCluster, OarCluster, PbsCluster, Query, SgeCluster
+from rftdask.cluster.jobqueue import HTCondorCluster, LsfCluster, OarCluster, OtherCluster, PbsCluster, SgeCluster
 from rftdask.errors import RoleError
 from tests.unit.cluster.batch_cases import configured, private
 
@@ -74,41 +74,43 @@ Job id     Name           User           Submission Date     S Queue
 
 
 @pytest.mark.parametrize(
-    ("query", "told", "states"),
+    ("system", "told", "states"),
     [
-        (PbsCluster.query, PBS_TABLE, {"4711": "RUNNING", "4712": "PENDING (Q)", "4713": "RUNNING"}),
+        (PbsCluster, PBS_TABLE, {"4711": "RUNNING", "4712": "PENDING (Q)", "4713": "RUNNING"}),
         (
-            LsfCluster.query,
+            LsfCluster,
             "7001 RUN\n7002 PEND\n7003 DONE\n7004 EXIT\n",
             {"7001": "RUNNING", "7002": "PENDING (PEND)"},
         ),
         (
-            SgeCluster.query,
+            SgeCluster,
             SGE_TABLE,
             {"2": "RUNNING", "3": "RUNNING", "9": "RUNNING", "7": "PENDING (Eqw)", "8": "PENDING (hqw)"},
         ),
-        (OarCluster.query, OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
-        (OarCluster.query, OLD_OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
-        (HTCondorCluster.query, "12.0 2\n13.0 1\n14.0 5\n15.0 4\n", {"12.0": "RUNNING", "13.0": "PENDING (1)"}),
+        (OarCluster, OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
+        (OarCluster, OLD_OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
+        (HTCondorCluster, "12.0 2\n13.0 1\n14.0 5\n15.0 4\n", {"12.0": "RUNNING", "13.0": "PENDING (1)"}),
     ],
 )
-def test_the_output_of_other_batch_systems_is_parsed(query: Query, told: str, states: dict[str, str]) -> None:
-    found = query.read(told)
+def test_the_output_of_other_batch_systems_is_parsed(
+    system: type[OtherCluster], told: str, states: dict[str, str]
+) -> None:
+    found = system.read_states(told)
     assert {job_id: state for job_id, state in found.items() if state != "PENDING (5)"} == states
-    stuck = {job_id for job_id, state in found.items() if query.never_runs(state)}
-    assert stuck == ({"7"} if query is SgeCluster.query else {"14.0"} if query is HTCondorCluster.query else set())
+    stuck = {job_id for job_id, state in found.items() if system.never_runs(state)}
+    assert stuck == ({"7"} if system is SgeCluster else {"14.0"} if system is HTCondorCluster else set())
 
 
 def test_a_missing_command_and_no_jobs_are_no_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert LsfCluster.query.states(["1"]) is None and LsfCluster.query.states([]) == {}
+    assert LsfCluster.states(["1"]) is None and LsfCluster.states([]) == {}
     bjobs = tmp_path / "bjobs"
     bjobs.write_text("#!/bin/sh\necho 'No unfinished job found' >&2; exit 255\n")
     bjobs.chmod(0o755)
-    assert LsfCluster.query.states(["1"]) == {}
+    assert LsfCluster.states(["1"]) == {}
     bjobs.write_text("#!/bin/sh\necho 'LSF is down. Please wait ...' >&2; exit 255\n")
     with pytest.raises(RoleError, match="LSF is down"):
-        LsfCluster.query.states(["1"])
+        LsfCluster.states(["1"])
 
 
 def test_loading_a_batch_system_keeps_the_sigint_handler() -> None:

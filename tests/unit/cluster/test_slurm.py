@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.cli.submit import (
-    allocation_script,
-)
+from rftdask.cluster.job_shapes import Capacity, JobShape
+from rftdask.cluster.jobqueue import forget_job
 from rftdask.cluster.layout import plan_jobs
-from rftdask.cluster.slurm import SlurmCluster, SlurmStepsCluster, allocation, read_allocation
-from rftdask.cluster.slurm_commands import (
-    Capacity,
-    JobShape,
-    forget_job,
+from rftdask.cluster.slurm import (
+    SlurmCluster,
+    SlurmStepsCluster,
+    allocation,
+    allocation_script,
+    read_allocation,
 )
 from rftdask.errors import UserError
 from rftdask.storage import open_storage

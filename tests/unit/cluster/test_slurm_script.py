@@ -12,20 +12,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rftdask.cli.submit import (
+from rftdask.cluster.driver_script import driver_shell
+from rftdask.cluster.jobs import CANCELLED_FILE, RETURNED, RETURNS_FILE
+from rftdask.cluster.layout import plan_jobs
+from rftdask.cluster.secrets_dir import SecretsDir
+from rftdask.cluster.slurm import (
+    NO_REQUEUE,
+    ON_SLURM,
+    SlurmCluster,
     allocation_script,
     controller_text,
     offline_scripts,
 )
-from rftdask.cluster.jobs import (
-    CANCELLED_FILE,
-    RETURNED,
-    RETURNS_FILE,
-)
-from rftdask.cluster.layout import plan_jobs
-from rftdask.cluster.secrets_dir import SecretsDir
-from rftdask.cluster.slurm import SlurmCluster
-from rftdask.cluster.slurm_script import NO_REQUEUE, driver_shell
 from rftdask.config import replace
 from rftdask.errors import ConfigError, UserError
 from rftdask.storage import open_storage
@@ -101,7 +99,7 @@ def test_a_controller_ends_with_its_driver_or_is_requeued(
     path = of_slurm(tmp_path, f"JobId=7 Requeue={int(requeued)} Restarts={restarts} BatchFlag=1")
     (tmp_path / "driver.py").write_text(DRIVER)
     run = shlex.join([sys.executable, "-S", str(tmp_path / "driver.py"), str(tmp_path / "ready")])
-    script = "\n".join(driver_shell(SecretsDir(tmp_path), run))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), run, ON_SLURM))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = {"PATH": path, "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", "-c", script], env=env, start_new_session=True, **pipes) as controller:
@@ -143,7 +141,7 @@ def test_a_killed_driver_is_started_again_in_its_job(tmp_path: Path, driver: str
     path = of_slurm(tmp_path, "JobId=7 Requeue=1 Restarts=0 BatchFlag=1")
     (tmp_path / "sleep").unlink()
     run = f"bash -c {shlex.quote(f'echo >>starts; echo ${{{RETURNED}:-0}} >>returned; {driver}')}"
-    script = "\n".join(driver_shell(SecretsDir(tmp_path), run))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), run, ON_SLURM))
     env = {"PATH": path, "SLURM_JOB_ID": "7"}
     done = subprocess.run(
         ["bash", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
@@ -155,7 +153,7 @@ def test_a_killed_driver_is_started_again_in_its_job(tmp_path: Path, driver: str
 
 
 def test_a_driver_of_a_requeued_job_knows_its_restart(tmp_path: Path) -> None:
-    script = "\n".join(driver_shell(SecretsDir(tmp_path), f"echo returned ${{{RETURNED}:-0}}"))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), f"echo returned ${{{RETURNED}:-0}}", ON_SLURM))
     for restarts, told in (("", 0), ("0", 0), ("2", 1)):
         env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
         done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True)
@@ -184,6 +182,6 @@ end_with_parent(parent)
 
 def test_a_canceled_controller_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / CANCELLED_FILE).touch()
-    script = "\n".join(driver_shell(SecretsDir(tmp_path), f"touch {tmp_path}/ran"))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), f"touch {tmp_path}/ran", ON_SLURM))
     assert subprocess.run(["bash", "-c", script], capture_output=True, check=False).returncode == 0
     assert not (tmp_path / "ran").exists()

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from rftdask.cluster.slurm_commands import Capacity
+from rftdask.cluster.job_shapes import Capacity
 from rftdask.config import load_config
 from rftdask.driver.init_config import SCHEMA_FILE, FirstConfig, bundled, copy_bundled, describe, json_schema
 from rftdask.errors import DataError, UserError

@@ -17,7 +17,7 @@ from rftdask.cli.app import app
 from rftdask.cluster.jobs import SUBMITTED_FILE, JobRecord, write_jobs
 from rftdask.cluster.join import join
 from rftdask.cluster.secrets_dir import SecretsDir
-from rftdask.cluster.slurm_commands import NO_BOOKS
+from rftdask.cluster.slurm import NO_BOOKS
 from rftdask.config import load_config
 from rftdask.driver.jobs import follow_logs, read_logs
 from rftdask.errors import DataError, RoleError
