@@ -30,18 +30,7 @@ from rftdask.run.run_folder import open_run
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import WEIGHTS_POINTER
 from rftdask.trainer.model import load_policy
-from tests.integration.run_cases import (
-    Ended,
-    RunProcess,
-    assert_sound,
-    call_cli,
-    final_weights,
-    finish,
-    num_shards,
-    num_steps,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer
 
 FULL = "No space left on device; free some space and run the same command again to continue"
@@ -187,11 +176,11 @@ def test_a_lease_on_a_full_disk_ends_with_its_process(make_disk: Callable[..., D
 @pytest.mark.slow
 def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
     settings = ("explorer.eval_interval=100",)
-    plain, config = write_config(tmp_path / "plain"), write_config(tmp_path / "full")
-    finish(plain, *settings)
-    disk, folder = make_disk(tmp_path / "full" / "runs", 90 << 10, full=False), run_folder(config)
-    with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
-        run.wait_until(lambda: num_steps(folder) >= 3)
+    plain, config = runs.write_config(tmp_path / "plain"), runs.write_config(tmp_path / "full")
+    runs.finish(plain, *settings)
+    disk, folder = make_disk(tmp_path / "full" / "runs", 90 << 10, full=False), runs.run_folder(config)
+    with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
+        run.wait_until(lambda: runs.num_steps(folder) >= 3)
         disk.fill()
         ended = run.end()
         run.wait_for_no_survivors()
@@ -199,14 +188,14 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes(make_disk: Callable
     assert ended.err.startswith("error: put") and ended.err.count("\n") == 1, ended
     assert str(folder) in ended.err and FULL in ended.err, ended
     assert "restarts" not in ended.out and "runs again" not in ended.out, "no try could have helped"
-    again = call_cli("run", str(config), *settings)
+    again = runs.call_cli("run", str(config), *settings)
     # Either the first write does not fit, or the files that the run removed last freed space for it but not for
     # weights.
     assert again.code == 2 and again.err.count("\n") == 1 and "free some space" in again.err, again
     disk.free()
-    finish(config, *settings)
-    assert_sound(folder)
-    assert final_weights(folder) == final_weights(run_folder(plain))
+    runs.finish(config, *settings)
+    runs.assert_sound(folder)
+    assert runs.final_weights(folder) == runs.final_weights(runs.run_folder(plain))
 
 
 # ---- read-only, or owned by another user
@@ -216,7 +205,7 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes(make_disk: Callable
 def shared() -> Iterator[Path]:
     """A folder that every user of this machine may enter, with the configuration of a run and a folder for runs."""
     folder = Path(tempfile.mkdtemp(prefix="rftdask-test-"))
-    write_config(folder)
+    runs.write_config(folder)
     (folder / "runs").mkdir()
     folder.chmod(0o755)
     (folder / "runs").chmod(0o777)
@@ -224,16 +213,16 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def call_as_another(*arguments: str) -> Ended:
+def call_as_another(*arguments: str) -> runs.Ended:
     """Run `rftdask` as a user that owns none of the files: nobody if tests run as root, otherwise the current user."""
     if os.geteuid() != 0:
-        return call_cli(*arguments)
+        return runs.call_cli(*arguments)
     groups = os.getgroups()
     os.setgroups([])
     os.setegid(NOBODY)
     os.seteuid(NOBODY)
     try:
-        return call_cli(*arguments)
+        return runs.call_cli(*arguments)
     finally:
         os.seteuid(0)
         os.setegid(0)
@@ -276,20 +265,22 @@ def test_files_without_permission_are_reported_at_the_start(
         settings += ["explorer.rollout_model.engine_type=transformers"]
     if place.startswith("plugins"):
         settings = [f"explorer.plugin_dirs=[{shared}/plugins]"]
-    sound = call_cli("validate", str(shared / "config.yaml"), *settings, "--data")  # imports that only root can read
+    sound = runs.call_cli(
+        "validate", str(shared / "config.yaml"), *settings, "--data"
+    )  # imports that only root can read
     assert rftdask.driver.experiment and sound.code == (2 if place.startswith("plugins") else 0), sound
     shutil.rmtree(shared / "runs" / "rftdask")
     lock(shared / place, mode)
     assert_mendable(call_as_another("run", str(shared / "config.yaml"), *settings), *words)
-    assert num_shards(run_folder(shared / "config.yaml")) == 0
+    assert runs.num_shards(runs.run_folder(shared / "config.yaml")) == 0
 
 
 READ_ONLY = "Read-only file system; the file system is read-only: mount it writable or choose another folder"
 
 
 def test_a_read_only_run_is_read_and_not_continued(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
     disk = make_disk(folder, 4096, full=False)
     storage = open_storage(folder)
     open_run(storage, load_config(config))
@@ -297,25 +288,25 @@ def test_a_read_only_run_is_read_and_not_continued(make_disk: Callable[..., Disk
     make_trainer(storage).run()
     subprocess.run(["mount", "-o", "remount,ro", str(disk.folder)], check=True)
     for command in ("status", "experiences"):
-        ended = call_cli(command, str(folder))
+        ended = runs.call_cli(command, str(folder))
         assert (ended.code, ended.err) == (0, ""), ended
     for command in (
         ("run", str(config)),
         ("report", str(folder)),
         ("skip", str(folder), "3", "--because", "no reason"),
     ):
-        ended = call_cli(*command)
+        ended = runs.call_cli(*command)
         assert ended.code == (2 if command[0] == "run" else 1), ended
         assert ended.err.startswith("error: ") and ended.err.count("\n") == 1 and READ_ONLY in ended.err, ended
 
 
 def test_read_only_models_and_tasks_do(make_disk: Callable[..., Disk], toy_model: Path, tmp_path: Path) -> None:
     data = make_disk(tmp_path / "data", 16 << 10, full=False).folder
-    config = write_config(data)
+    config = runs.write_config(data)
     shutil.copytree(toy_model, data / "model")
     subprocess.run(["mount", "-o", "remount,ro", str(data)], check=True)
     settings = (f"checkpoint_root_dir={tmp_path}/runs", f"model.model_path={data}/model")
     real = ("trainer.trainer_type=torch", "explorer.rollout_model.engine_type=transformers")
-    ended = call_cli("validate", str(config), *settings, *real, "--data")
+    ended = runs.call_cli("validate", str(config), *settings, *real, "--data")
     assert ended.code == 0, ended
     load_policy(f"{data}/model", "float32", "cpu", trust_remote_code=False, offline=True)

@@ -22,15 +22,7 @@ from tests.e2e.gloo_ranks import run_ranks
 from tests.e2e.toy_runs import DEADLINE_S, run_folder, write_grpo_config
 from tests.e2e.training.test_ranks_agree import batch_for, engine, strategy_of
 from tests.integration import run_cases
-from tests.integration.run_cases import (
-    ENGINE,
-    TRAINER,
-    RunProcess,
-    assert_same_run,
-    assert_sound,
-    finish_alone,
-    num_steps,
-)
+from tests.integration import run_cases as runs
 
 pytestmark = pytest.mark.slow
 
@@ -74,20 +66,20 @@ def test_alternating_on_a_device_changes_no_bit_despite_kills(tmp_path: Path) ->
     # Every other turn starts with the weights of the turn before, so none are loaded over the returned ones.
     sync = {"sync_offset": 0, "sync_interval": 2}
     undisturbed = write_grpo_config(tmp_path / "both", trainer=trainer_settings, synchronizer=sync)
-    finish_alone(undisturbed, ALONE)
+    runs.finish_alone(undisturbed, ALONE)
     config = write_grpo_config(tmp_path / "colocate", trainer=trainer_settings, synchronizer=sync)
     folder = run_folder(config)
     command = ("run", str(config), TOGETHER, "mode=colocate", "--progress", "plain")
-    with RunProcess(*command) as run:
-        run.wait_until(lambda: num_steps(folder) >= 1, DEADLINE_S)
-        run.children(ENGINE)[0].kill()
-        run.wait_until(lambda: num_steps(folder) >= 2, DEADLINE_S)
+    with runs.RunProcess(*command) as run:
+        run.wait_until(lambda: runs.num_steps(folder) >= 1, DEADLINE_S)
+        run.children(runs.ENGINE)[0].kill()
+        run.wait_until(lambda: runs.num_steps(folder) >= 2, DEADLINE_S)
         run.kill()  # the driver and its workers; the holder of the device lock ends with them
         run.wait_for_no_survivors()
-    with RunProcess(*command) as run:
+    with runs.RunProcess(*command) as run:
         # The killed run may itself have come that far.
-        run.wait_until(lambda: num_steps(folder) >= 3 and bool(run.children(TRAINER)), DEADLINE_S)
-        run.children(TRAINER)[0].kill()
+        run.wait_until(lambda: runs.num_steps(folder) >= 3 and bool(run.children(runs.TRAINER)), DEADLINE_S)
+        run.children(runs.TRAINER)[0].kill()
         ended = run.end(DEADLINE_S)
         run.wait_for_no_survivors()
     assert ended.code == 0, ended
@@ -99,11 +91,11 @@ def test_alternating_on_a_device_changes_no_bit_despite_kills(tmp_path: Path) ->
     written = json.loads((folder / "run.json").read_text())
     assert written["placement"] == "1 rank, 1 engine; they take turns on what each machine has (colocate)"
     assert (written["config"]["mode"], written["config"]["cluster"]["colocate"]) == ("both", True)
-    assert assert_same_run(folder, run_folder(undisturbed))["step"] == 5
+    assert runs.assert_same_run(folder, run_folder(undisturbed))["step"] == 5
 
 
 def test_two_ranks_and_two_engines_share_two_places(tmp_path: Path) -> None:
     config = run_cases.write_config(tmp_path)
     several = ("mode=colocate", "trainer.num_ranks=2", "explorer.rollout_model.engine_num=2")
-    finish_alone(config, *several, "synchronizer.sync_style=fully_async")
-    assert assert_sound(run_cases.run_folder(config))["step"] == 10
+    runs.finish_alone(config, *several, "synchronizer.sync_style=fully_async")
+    assert runs.assert_sound(run_cases.run_folder(config))["step"] == 10

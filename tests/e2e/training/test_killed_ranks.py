@@ -13,16 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.run_cases import (
-    TRAINER,
-    RunProcess,
-    assert_same_run,
-    finish_alone,
-    num_steps,
-    run_folder,
-    worker_of,
-    write_config,
-)
+from tests.integration import run_cases as runs
 from tests.living import lives
 
 STEPS = 30
@@ -33,9 +24,9 @@ GONE_S = 120.0
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = write_config(tmp_path_factory.mktemp("undisturbed"))
-    finish_alone(config, *SETTINGS)
-    return run_folder(config)
+    config = runs.write_config(tmp_path_factory.mktemp("undisturbed"))
+    runs.finish_alone(config, *SETTINGS)
+    return runs.run_folder(config)
 
 
 @pytest.mark.parametrize(
@@ -44,24 +35,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_gang_outlives_its_ranks_and_their_workers(
     tmp_path: Path, undisturbed: Path, num_ranks: int, kills: tuple[str, ...]
 ) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
     dice = random.SystemRandom()
     seen = []
     ranks = f"trainer.num_ranks={num_ranks}"
-    with RunProcess("run", str(config), *SETTINGS, ranks, "trainer.max_restarts=9", "--progress", "plain") as run:
+    with runs.RunProcess("run", str(config), *SETTINGS, ranks, "trainer.max_restarts=9", "--progress", "plain") as run:
         for what in kills:
-            done = num_steps(folder)
+            done = runs.num_steps(folder)
             # Choose the victims before they train, so that nothing slow happens between the step and the kill.
-            run.wait_until(lambda: len(run.children(TRAINER)) == num_ranks)
-            gang = run.children(TRAINER)
+            run.wait_until(lambda: len(run.children(runs.TRAINER)) == num_ranks)
+            gang = run.children(runs.TRAINER)
             victim = dice.choice(gang)
-            target = victim if what == "rank" else worker_of(victim)
+            target = victim if what == "rank" else runs.worker_of(victim)
             assert target is not None
-            run.wait_until(lambda done=done: num_steps(folder) >= min(STEPS - 3, done + 2))
+            run.wait_until(lambda done=done: runs.num_steps(folder) >= min(STEPS - 3, done + 2))
             time.sleep(dice.uniform(0.0, 0.1))  # anywhere within a step
             target.kill()
-            seen.append((what, gang.index(victim), num_steps(folder)))
+            seen.append((what, gang.index(victim), runs.num_steps(folder)))
             run.wait_until(lambda gang=gang: not any(map(lives, gang)), GONE_S)
         ended = run.end()
         run.wait_for_no_survivors()
@@ -72,5 +63,5 @@ def test_a_gang_outlives_its_ranks_and_their_workers(
         assert re.search(r"rank \d( on worker trainer-\d|'s task| was meant)", note), note
         assert "another rank does not answer" not in note, note
         assert what == "worker" or "ended with code -9" in note, note
-    status = assert_same_run(folder, undisturbed)
+    status = runs.assert_same_run(folder, undisturbed)
     assert status["checkpoint"] == status["published"] == status["step"] == STEPS

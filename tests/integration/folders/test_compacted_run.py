@@ -13,15 +13,7 @@ from rftdask.driver.experiment import Experiment
 from rftdask.run.lease import Lease
 from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import checkpoint_steps
-from tests.integration.run_cases import (
-    REPEAT_TIMES,
-    assert_sound,
-    call_cli,
-    interrupt_when,
-    num_shards,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 pytestmark = pytest.mark.slow
 
@@ -39,32 +31,32 @@ def rows_of(folder: Path) -> str:
     query = (
         "select shard, row, uid, state, step, reason from experiences join states using (shard, row, uid) order by all"
     )
-    ended = call_cli("experiences", str(folder), "--sql", query, "--csv")
+    ended = runs.call_cli("experiences", str(folder), "--sql", query, "--csv")
     assert (ended.code, ended.err) == (0, "")
     return ended.out
 
 
 def test_a_compacted_run_is_sound_and_complete_for_readers(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
     first_bucket = 2 * (STEPS_PER_BUCKET - 1)
-    interrupt_when(
+    runs.interrupt_when(
         lambda: len(ParquetLog(open_storage(str(folder))).compacted_shards()) >= first_bucket, config, *SETTINGS
     )
-    was, rows = assert_sound(folder), rows_of(folder)
+    was, rows = runs.assert_sound(folder), rows_of(folder)
     assert was["checkpoint"] == was["step"] > STEPS_PER_BUCKET
     oldest = min(checkpoint_steps(open_storage(str(folder))))
     with Lease(open_storage(str(folder)), "trainer"):
-        busy = call_cli("compact", str(folder))
+        busy = runs.call_cli("compact", str(folder))
     assert busy.code == 2 and "is in use: trainer is process" in busy.err
-    ended = call_cli("compact", str(folder))
+    ended = runs.call_cli("compact", str(folder))
     assert ended.code == 0 and "audit       unchanged" in ended.out, ended
-    waiting = was["experiences"]["waiting"] // REPEAT_TIMES  # a shard holds at least one group
-    assert num_shards(folder) <= waiting + 2 * 2, "untrained shards, and single shards of their bucket"
-    assert assert_sound(folder)["experiences"] == was["experiences"]
+    waiting = was["experiences"]["waiting"] // runs.REPEAT_TIMES  # a shard holds at least one group
+    assert runs.num_shards(folder) <= waiting + 2 * 2, "untrained shards, and single shards of their bucket"
+    assert runs.assert_sound(folder)["experiences"] == was["experiences"]
     assert rows_of(folder) == rows
     assert len(Experiment.open(str(folder)).experiences()) == was["experiences"]["committed"]
     uid = rows.splitlines()[1].split(",")[2]
-    assert uid in call_cli("trace", str(folder), uid).out
-    ended = call_cli("replay", str(folder), "--from", str(oldest), "--progress", "none")
+    assert uid in runs.call_cli("trace", str(folder), uid).out
+    ended = runs.call_cli("replay", str(folder), "--from", str(oldest), "--progress", "none")
     assert ended.code == 0, ended

@@ -15,16 +15,7 @@ import pytest
 
 from rftdask.buffer.log.shard import ShardName, repeated_shards
 from rftdask.storage import open_storage
-from tests.integration.run_cases import (
-    BATCH_SIZE,
-    REPEAT_TIMES,
-    RunProcess,
-    assert_sound,
-    call_cli,
-    num_shards,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 STEPS = 16
 SETTINGS = (
@@ -37,8 +28,8 @@ SETTINGS = (
 )
 
 
-def explore(config: Path, name: str) -> RunProcess:
-    return RunProcess(*command(config, "explore", f"explorer.name={name}"))
+def explore(config: Path, name: str) -> runs.RunProcess:
+    return runs.RunProcess(*command(config, "explore", f"explorer.name={name}"))
 
 
 def command(config: Path, mode: str, *settings: str) -> tuple[str, ...]:
@@ -51,8 +42,8 @@ def shards(folder: Path) -> list[ShardName]:
 
 
 def assert_all_is_trained_once(folder: Path) -> None:
-    counts = assert_sound(folder)["experiences"]
-    assert counts["trained"] == STEPS * BATCH_SIZE * REPEAT_TIMES, counts
+    counts = runs.assert_sound(folder)["experiences"]
+    assert counts["trained"] == STEPS * runs.BATCH_SIZE * runs.REPEAT_TIMES, counts
     assert counts["waiting"] == 0, counts
 
 
@@ -63,23 +54,23 @@ def num_rows_by_explorer(folder: Path) -> Counter[str]:
 
 @pytest.mark.slow
 def test_two_explorers_share_a_run_and_one_is_killed(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
     with (
         explore(config, "a") as first,
         explore(config, "b") as second,
-        RunProcess(*command(config, "train")) as trainer,
+        runs.RunProcess(*command(config, "train")) as trainer,
     ):
         first.wait_until(lambda: len(num_rows_by_explorer(folder)) == 2)
         for explorer in (first, second):
             explorer.pause()  # so that they work for as long as the next command takes
-        again = call_cli(*command(config, "explore", "explorer.name=b"))
+        again = runs.call_cli(*command(config, "explore", "explorer.name=b"))
         for explorer in (first, second):
             explorer.resume()
         assert again.code == 2
         assert "explorer.b is process" in again.err
         assert "give this command another explorer.name" in again.err
-        assert num_shards(folder) < 2 * STEPS, "the explorers had already finished"
+        assert runs.num_shards(folder) < 2 * STEPS, "the explorers had already finished"
         first.kill()
         ended = second.end()
         assert ended.code == 0, ended
@@ -91,8 +82,8 @@ def test_two_explorers_share_a_run_and_one_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_explorers_share_units_and_a_trainer_gets_all(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
     with explore(config, "a") as first, explore(config, "b") as second:
         for explorer in (first, second):
             ended = explorer.end()
@@ -101,5 +92,5 @@ def test_two_explorers_share_units_and_a_trainer_gets_all(tmp_path: Path) -> Non
     assert num_rows_by_explorer(folder).keys() == {"a", "b"}
     assert {(name.explore_step, name.unit) for name in made} == {(s, u) for s in range(1, STEPS + 1) for u in (0, 1)}
     assert repeated_shards(made) == [], "a unit was made twice"
-    assert call_cli(*command(config, "train")).code == 0
+    assert runs.call_cli(*command(config, "train")).code == 0
     assert_all_is_trained_once(folder)

@@ -11,28 +11,19 @@ import pytest
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.storage import open_storage
-from tests.integration.run_cases import (
-    BATCH_SIZE,
-    REPEAT_TIMES,
-    assert_sound,
-    call_cli,
-    finish,
-    ledger_of,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 AT = "buffer.trainer_input.experience_buffer"
 PIPELINE = "data_processor.experience_pipeline"
 STEPS = 12
-CAPACITY = BATCH_SIZE * REPEAT_TIMES
+CAPACITY = runs.BATCH_SIZE * runs.REPEAT_TIMES
 """One train batch, the smallest possible value."""
 
 
 @pytest.mark.slow
 def test_replay_back_pressure_and_operators_work_together(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    finish(
+    config = runs.write_config(tmp_path)
+    runs.finish(
         config,
         f"buffer.total_steps={STEPS}",
         f"trainer.total_steps={2 * STEPS}",
@@ -44,12 +35,12 @@ def test_replay_back_pressure_and_operators_work_together(tmp_path: Path) -> Non
         "buffer.explorer_input.eval_tasksets=[]",
         "buffer.explorer_input.default_reward_fn_type=tests.e2e.toy_reward.varied_reward",
     )
-    folder = run_folder(config)
-    experiences = assert_sound(folder)["experiences"]
+    folder = runs.run_folder(config)
+    experiences = runs.assert_sound(folder)["experiences"]
     # With reused groups, the trainer may end before the explorers.
-    assert CAPACITY < experiences["committed"] <= STEPS * BATCH_SIZE * REPEAT_TIMES
+    assert CAPACITY < experiences["committed"] <= STEPS * runs.BATCH_SIZE * runs.REPEAT_TIMES
     assert experiences["filtered"] > 0 and experiences["trained"] > 0
-    assert {reason for step in ledger_of(folder) for *_, reason in step} <= {"", "filtered", "stale"}
+    assert {reason for step in runs.ledger_of(folder) for *_, reason in step} <= {"", "filtered", "stale"}
     assert_within_the_bound(folder)
 
 
@@ -63,14 +54,16 @@ def assert_within_the_bound(folder: Path) -> None:
         settled.append(((folder / ledger.path(step)).stat().st_mtime, len(entry.positions)))
     for shard in folder.glob("experiences/0*/*.parquet"):
         explore_step, batch = (int(part) for part in shard.name.split("-")[:2])
-        before = (explore_step - 1) * BATCH_SIZE + batch * 2
+        before = (explore_step - 1) * runs.BATCH_SIZE + batch * 2
         read = sum(count for time_s, count in settled if time_s <= shard.stat().st_mtime)
-        assert (before - read) * REPEAT_TIMES < CAPACITY, shard.name
+        assert (before - read) * runs.REPEAT_TIMES < CAPACITY, shard.name
 
 
 def test_a_failing_operator_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+    config = runs.write_config(tmp_path)
     wrong = "[{name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: accuracy, weight: much}]}}]"
-    ended = call_cli("run", str(config), f"{PIPELINE}={{stage: commit, operators: {wrong}}}", "--progress", "plain")
+    ended = runs.call_cli(
+        "run", str(config), f"{PIPELINE}={{stage: commit, operators: {wrong}}}", "--progress", "plain"
+    )
     assert ended.code == 1, ended
     assert "failed 4 times; the last time: OperatorError: operator reward_shaping_mapper failed on task " in ended.err

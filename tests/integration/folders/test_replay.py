@@ -13,15 +13,7 @@ import pytest
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.cli.replay import compare, prepare
 from rftdask.storage import open_storage
-from tests.integration.run_cases import (
-    assert_sound,
-    call_cli,
-    final_weights,
-    finish,
-    ledger_of,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 STEPS = 6
 
@@ -29,15 +21,15 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an asynchronous run that has ended, with checkpoints 2, 4 and 6."""
-    config = write_config(tmp_path_factory.mktemp("replay"))
-    finish(
+    config = runs.write_config(tmp_path_factory.mktemp("replay"))
+    runs.finish(
         config,
         f"trainer.total_steps={STEPS}",
         "trainer.save_interval=2",
         "synchronizer.sync_style=fully_async",
         "buffer.explorer_input.eval_tasksets=[]",
     )
-    return run_folder(config)
+    return runs.run_folder(config)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -48,32 +40,32 @@ def contents(folder: Path) -> dict[str, str]:
 
 def test_replaying_the_same_config_gives_the_same_bits(run: Path) -> None:
     before, step = contents(run), 4
-    ended = call_cli("replay", str(run), "--from", str(step), "--progress", "none")
+    ended = runs.call_cli("replay", str(run), "--from", str(step), "--progress", "none")
     assert ended.code == 0, ended
     folder = run / "lineages" / f"from-{step}"
     assert ended.out.splitlines()[-2:] == [str(folder), f"bit-equal with lineage main at step {STEPS}"]
-    assert final_weights(folder) == final_weights(run)
+    assert runs.final_weights(folder) == runs.final_weights(run)
     assert contents(run) == before
     theirs, ours = Ledger(open_storage(run)), Ledger(open_storage(folder), f"from-{step}")
     for number in range(1, STEPS + 1):
         first, second = theirs.read(number), ours.read(number)
         assert first is not None and second is not None
         assert (first.use, first.drop, first.positions) == (second.use, second.drop, second.positions)
-    status = assert_sound(folder)
+    status = runs.assert_sound(folder)
     assert status["step"] == status["checkpoint"] == STEPS
 
 
 def test_another_config_is_a_lineage_of_its_own(run: Path) -> None:
     before = contents(run)
     arguments = ("replay", str(run), "--from", "2", "--lineage", "short", "--progress", "none")
-    ended = call_cli(*arguments, "trainer.total_steps=4", "algorithm.optimizer.lr=1e-3")
+    ended = runs.call_cli(*arguments, "trainer.total_steps=4", "algorithm.optimizer.lr=1e-3")
     assert ended.code == 0, ended
     folder = run / "lineages" / "short"
     assert Ledger(open_storage(folder), "short").last_step() == 4
     assert contents(run) == before
-    other = call_cli(*arguments, "algorithm.optimizer.lr=2e-3")
+    other = runs.call_cli(*arguments, "algorithm.optimizer.lr=2e-3")
     assert other.code == 2 and "algorithm.optimizer.lr: was 0.001, is 0.002" in other.err
-    experiences = call_cli("experiences", str(folder), "--csv", "--sql", "select count(*) as n from experiences")
+    experiences = runs.call_cli("experiences", str(folder), "--csv", "--sql", "select count(*) as n from experiences")
     assert experiences.code == 0 and int(experiences.out.splitlines()[1]) >= STEPS * 8
 
 
@@ -104,6 +96,6 @@ def test_weights_that_differ_are_reported(run: Path, tmp_path: Path) -> None:
 def test_a_run_that_cannot_be_replayed_is_refused_at_the_start(
     run: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    ended = call_cli("replay", str(run), *arguments)
+    ended = runs.call_cli("replay", str(run), *arguments)
     assert ended.code == 2 and message in ended.err, ended
-    assert ledger_of(run), "the run is as it was"
+    assert runs.ledger_of(run), "the run is as it was"

@@ -10,14 +10,7 @@ import pytest
 
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.storage import open_storage
-from tests.integration.run_cases import (
-    assert_sound,
-    finish,
-    interrupt_when,
-    num_shards,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 pytestmark = pytest.mark.slow
 
@@ -32,17 +25,17 @@ SETTINGS = (
 
 
 def test_a_run_that_removes_trained_data_is_sound(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
-    interrupt_when(lambda: len(ParquetLog(open_storage(str(folder))).removed()) > 10, config, *SETTINGS)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
+    runs.interrupt_when(lambda: len(ParquetLog(open_storage(str(folder))).removed()) > 10, config, *SETTINGS)
     removed = ParquetLog(open_storage(str(folder))).removed()
-    status = assert_sound(folder)
+    status = runs.assert_sound(folder)
     assert status["checkpoint"] == status["step"] >= 10
-    assert num_shards(folder) + len(removed) >= 2 * status["step"], "every work unit is there or was removed"
+    assert runs.num_shards(folder) + len(removed) >= 2 * status["step"], "every work unit is there or was removed"
 
 
 def test_a_separate_trainer_also_removes_trained_shards(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+    config = runs.write_config(tmp_path)
     settings = (
         "buffer.total_steps=12",
         "trainer.total_steps=null",
@@ -52,11 +45,11 @@ def test_a_separate_trainer_also_removes_trained_shards(tmp_path: Path) -> None:
         "buffer.explorer_input.eval_tasksets=[]",
         "buffer.trainer_input.experience_buffer.retention.keep=none",
     )
-    finish(config, *settings, "mode=explore")
-    folder = run_folder(config)
+    runs.finish(config, *settings, "mode=explore")
+    folder = runs.run_folder(config)
     assert ParquetLog(open_storage(str(folder))).removed() == []
-    finish(config, *settings, "mode=train")
+    runs.finish(config, *settings, "mode=train")
     removed = ParquetLog(open_storage(str(folder))).removed()
     # The checkpoints of steps 9 and 12 are kept, so shards after step 9 must stay.
     assert {name.explore_step for name in removed} == set(range(1, 10))
-    assert assert_sound(folder)["experiences"]["trained"] == 12 * 4 * 2
+    assert runs.assert_sound(folder)["experiences"]["trained"] == 12 * 4 * 2

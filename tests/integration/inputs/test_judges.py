@@ -15,19 +15,7 @@ import yaml
 from rftdask import Experiment
 from tests.e2e.toy_runs import run_folder as toy_folder
 from tests.e2e.toy_runs import write_grpo_config
-from tests.integration.run_cases import (
-    BATCH_SIZE,
-    ENGINE,
-    REPEAT_TIMES,
-    RunProcess,
-    assert_sound,
-    finish,
-    num_steps,
-    run_folder,
-    status_of,
-    worker_of,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 STEPS = 4
 WORKFLOW = "tests.integration.inputs.judged_workflow.judged"
@@ -37,7 +25,7 @@ CALLS = 2
 
 def write(folder: Path, engine_num: int, **judge: Any) -> Path:
     """Write a run with a fake policy and a fake judge."""
-    path = write_config(folder)
+    path = runs.write_config(folder)
     tree = yaml.safe_load(path.read_text())
     source = tree["buffer"]["explorer_input"]
     source.pop("eval_tasksets")
@@ -59,13 +47,13 @@ def rows_of(folder: Path) -> list[tuple[Any, ...]]:
 def test_two_explorers_share_a_judge_and_its_calls_are_counted(tmp_path: Path) -> None:
     config = write(tmp_path, 1, prompt_price=3.0, response_price=15.0)
     overrides = ("explorer.rollout_model.engine_num=2", "cluster.num_cpus=4", "synchronizer.sync_style=fully_async")
-    ended = finish(config, *overrides)
-    folder = run_folder(config)
+    ended = runs.finish(config, *overrides)
+    folder = runs.run_folder(config)
     assert ended.out.count("auxiliary model 'judge' is served by worker auxiliary-0") == 1
     # The output of its engine is in one log, from one process.
     assert (folder / "log" / "auxiliary-0.log").read_text().count("has served a request and is ready") == 1
-    use = status_of(folder)["auxiliary"]["judge"]
-    assert use["calls"] >= CALLS * STEPS * BATCH_SIZE * REPEAT_TIMES and use["failures"] == 0
+    use = runs.status_of(folder)["auxiliary"]["judge"]
+    assert use["calls"] >= CALLS * STEPS * runs.BATCH_SIZE * runs.REPEAT_TIMES and use["failures"] == 0
     assert (
         use["cost"] == pytest.approx((3 * use["prompt_tokens"] + 15 * use["response_tokens"]) / 1e6) and use["cost"] > 0
     )
@@ -78,19 +66,19 @@ def test_two_explorers_share_a_judge_and_its_calls_are_counted(tmp_path: Path) -
 @pytest.mark.slow
 def test_killing_a_judge_does_not_change_its_verdicts(tmp_path: Path) -> None:
     beside = write(tmp_path / "beside", 0)
-    finish(beside, "cluster.num_cpus=2")
+    runs.finish(beside, "cluster.num_cpus=2")
     config = write(tmp_path / "apart", 1)
-    folder = run_folder(config)
-    with RunProcess("run", str(config), "cluster.num_cpus=3", "--progress", "plain") as run:
-        run.wait_until(lambda: num_steps(folder) >= 1)
-        [judge] = [engine for engine in run.children(ENGINE) if "auxiliary-0.log" in str(engine.open_files())]
-        worker_of(judge).kill()
+    folder = runs.run_folder(config)
+    with runs.RunProcess("run", str(config), "cluster.num_cpus=3", "--progress", "plain") as run:
+        run.wait_until(lambda: runs.num_steps(folder) >= 1)
+        [judge] = [engine for engine in run.children(runs.ENGINE) if "auxiliary-0.log" in str(engine.open_files())]
+        runs.worker_of(judge).kill()
         ended = run.end()
         assert ended.code == 0, ended
         assert "an engine of auxiliary model 'judge' ended: its worker was lost; it is replaced" in ended.out
         run.wait_for_no_survivors()
-    assert_sound(folder)
-    assert rows_of(folder) == rows_of(run_folder(beside))
+    runs.assert_sound(folder)
+    assert rows_of(folder) == rows_of(runs.run_folder(beside))
 
 
 @pytest.mark.slow
@@ -101,7 +89,7 @@ def test_a_model_on_a_worker_of_its_own_scores_answers(tmp_path: Path) -> None:
     judge = {"model_path": tree["model"]["model_path"], "engine_num": 1, "max_prompt_tokens": 256}
     tree["explorer"] = {"auxiliary_models": [judge]}
     config.write_text(yaml.safe_dump(tree))
-    finish(config)
+    runs.finish(config)
     table = pa.concat_tables(pq.read_table(file) for file in toy_folder(config).glob("experiences/0*/*.parquet"))
     rewards = table["reward"].to_pylist()
     assert all(0 < reward < 1 for reward in rewards) and len(set(rewards)) > 1

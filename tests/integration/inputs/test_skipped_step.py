@@ -11,26 +11,17 @@ import pytest
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.storage import open_storage
-from tests.integration.run_cases import (
-    RunProcess,
-    assert_sound,
-    call_cli,
-    finish,
-    num_steps,
-    read_number,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_suggested_command_skips_a_batch_with_a_lost_shard(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
     settings = ("trainer.save_interval=100", "trainer.max_restarts=0", "explorer.eval_interval=100")
-    with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
-        run.wait_until(lambda: num_steps(folder) >= 3)
+    with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
+        run.wait_until(lambda: runs.num_steps(folder) >= 3)
         run.kill()
         run.wait_for_no_survivors()
     entry = Ledger(open_storage(folder)).read(2)
@@ -38,17 +29,17 @@ def test_the_suggested_command_skips_a_batch_with_a_lost_shard(tmp_path: Path) -
     for source in {part.source for part in entry.use}:
         next(folder.glob(f"experiences/0*/{source}")).unlink()
 
-    with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
+    with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
         ended = run.end()
     assert ended.code == 1 and "Traceback" not in ended.err, ended
     match = re.search(
         r"while training step 2; if that can never be trained: rftdask (skip \S+ 2 --because) WHY", ended.err
     )
     assert match is not None, ended
-    assert call_cli(*match[1].split(), "its disk died").code == 0
+    assert runs.call_cli(*match[1].split(), "its disk died").code == 0
 
-    finish(config, *settings)
-    status = assert_sound(folder)
-    assert status["step"] == read_number(folder / "latest_checkpointed_iteration.txt") == 10
+    runs.finish(config, *settings)
+    status = runs.assert_sound(folder)
+    assert status["step"] == runs.read_number(folder / "latest_checkpointed_iteration.txt") == 10
     assert status["experiences"]["skipped: its disk died"] == sum(len(part.rows) for part in entry.use)
     assert status["warnings"][0] == "step 2 was skipped: its disk died"

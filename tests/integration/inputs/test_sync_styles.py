@@ -20,22 +20,14 @@ from rftdask.monitor.metrics import read_metrics
 from rftdask.run.run_folder import open_run
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import make_sync_rules
-from tests.integration.run_cases import (
-    BATCH_SIZE,
-    REPEAT_TIMES,
-    assert_sound,
-    num_steps,
-    read_number,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 STEPS = 10
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    config = load_config(write_config(tmp_path_factory.mktemp("layout")))
+    config = load_config(runs.write_config(tmp_path_factory.mktemp("layout")))
     with LocalCluster(plan_layout([config], 2)) as cluster:
         yield cluster
 
@@ -70,20 +62,20 @@ def run_stage(cluster: LocalCluster, config: Config) -> list[Event]:
 def test_a_style_runs_to_its_end_within_its_staleness_bound(
     cluster: LocalCluster, tmp_path: Path, style: str, settings: dict[str, int]
 ) -> None:
-    path = write_config(tmp_path)
+    path = runs.write_config(tmp_path)
     overrides = [f"synchronizer.{key}={value}" for key, value in settings.items()]
     config = load_config(path, [f"synchronizer.sync_style={style}", f"trainer.total_steps={STEPS}", *overrides])
     run_stage(cluster, config)
 
-    folder = run_folder(path)
-    status = assert_sound(folder)
-    assert num_steps(folder) == STEPS
+    folder = runs.run_folder(path)
+    status = runs.assert_sound(folder)
+    assert runs.num_steps(folder) == STEPS
     assert status["experiences"]["trained"] > 0
     assert status["experiences"].get("failed", 0) == 0
-    assert read_number(folder / "latest_checkpointed_iteration.txt") == STEPS
-    assert read_number(folder / "latest_state_dict_iteration.txt") == STEPS
+    assert runs.read_number(folder / "latest_checkpointed_iteration.txt") == STEPS
+    assert runs.read_number(folder / "latest_state_dict_iteration.txt") == STEPS
     metrics = read_metrics(open_storage(folder), "trainer")
     assert metrics["step"].tolist() == list(range(1, STEPS + 1))
     assert metrics["staleness_max"].max() <= make_sync_rules(config).staleness_bound
     if style == "fixed":
-        assert set(metrics["num_rows"]) == {BATCH_SIZE * REPEAT_TIMES}, "style fixed drops nothing"
+        assert set(metrics["num_rows"]) == {runs.BATCH_SIZE * runs.REPEAT_TIMES}, "style fixed drops nothing"

@@ -19,17 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.run_cases import (
-    RunProcess,
-    assert_sound,
-    call_cli,
-    finish_alone,
-    num_steps,
-    read_number,
-    run_folder,
-    status_of,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 pytestmark = pytest.mark.slow
 
@@ -46,29 +36,29 @@ print(len(experiment.metrics("trainer")), "steps")
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path)
+    return runs.write_config(tmp_path)
 
 
-def workers(run: RunProcess) -> list[psutil.Process]:
+def workers(run: runs.RunProcess) -> list[psutil.Process]:
     """Return the processes that the fork server has forked so far."""
     below = [process for process in run.survivors() if process.pid != run.process.pid]
     servers = {process.pid for process in below if process.ppid() == run.process.pid}
     return [process for process in below if process.ppid() in servers]
 
 
-def send(number: int) -> Callable[[RunProcess], None]:
+def send(number: int) -> Callable[[runs.RunProcess], None]:
     return lambda run: os.killpg(run.process.pid, number)
 
 
 def test_the_readme_script_needs_no_guard_and_obeys_ctrl_c(config: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
-    with RunProcess(str(config), "trainer.total_steps=2", program=(str(script),)) as run:
+    with runs.RunProcess(str(config), "trainer.total_steps=2", program=(str(script),)) as run:
         ended = run.end()
         run.wait_for_no_survivors()
     assert (ended.code, ended.out) == (0, "2 steps\n"), ended
-    with RunProcess(str(config), "trainer.total_steps=5000", program=(str(script),)) as run:
-        run.wait_until(lambda: num_steps(run_folder(config)) > 3)
+    with runs.RunProcess(str(config), "trainer.total_steps=5000", program=(str(script),)) as run:
+        run.wait_until(lambda: runs.num_steps(runs.run_folder(config)) > 3)
         run.interrupt()
         run.end(60)
         run.wait_for_no_survivors()
@@ -76,13 +66,13 @@ def test_the_readme_script_needs_no_guard_and_obeys_ctrl_c(config: Path, tmp_pat
 
 @pytest.mark.parametrize(
     ("ask", "code"),
-    [(RunProcess.interrupt, 130), (RunProcess.terminate, 143), (send(signal.SIGHUP), 129)],
+    [(runs.RunProcess.interrupt, 130), (runs.RunProcess.terminate, 143), (send(signal.SIGHUP), 129)],
     ids=["Ctrl-C", "SIGTERM", "SIGHUP"],
 )
 def test_a_run_ended_during_cluster_start_returns_its_code(
-    config: Path, ask: Callable[[RunProcess], None], code: int
+    config: Path, ask: Callable[[runs.RunProcess], None], code: int
 ) -> None:
-    with RunProcess("run", str(config), "trainer.total_steps=5000") as run:
+    with runs.RunProcess("run", str(config), "trainer.total_steps=5000") as run:
         run.wait_until(lambda: len(workers(run)) > 0)
         time.sleep(0.3)  # at any moment of their imports
         ask(run)
@@ -90,22 +80,22 @@ def test_a_run_ended_during_cluster_start_returns_its_code(
         run.wait_for_no_survivors()
     assert ended.code == code, ended
     assert "Traceback" not in ended.out + ended.err
-    finish_alone(config, "trainer.total_steps=2")
+    runs.finish_alone(config, "trainer.total_steps=2")
 
 
 def test_sighup_ends_a_run_with_a_checkpoint(config: Path) -> None:
-    folder = run_folder(config)
-    with RunProcess("run", str(config), "trainer.total_steps=5000", "trainer.save_interval=0") as run:
-        run.wait_until(lambda: num_steps(folder) >= 3)
+    folder = runs.run_folder(config)
+    with runs.RunProcess("run", str(config), "trainer.total_steps=5000", "trainer.save_interval=0") as run:
+        run.wait_until(lambda: runs.num_steps(folder) >= 3)
         send(signal.SIGHUP)(run)
         ended = run.end()
         run.wait_for_no_survivors()
     assert ended.code == 129 and "Traceback" not in ended.err, ended
-    assert assert_sound(folder)["step"] == read_number(folder / "latest_checkpointed_iteration.txt")
+    assert runs.assert_sound(folder)["step"] == runs.read_number(folder / "latest_checkpointed_iteration.txt")
 
 
 def test_a_worker_killed_during_cluster_start_is_restarted(config: Path) -> None:
-    with RunProcess("run", str(config), "trainer.total_steps=2", "--progress", "plain") as run:
+    with runs.RunProcess("run", str(config), "trainer.total_steps=2", "--progress", "plain") as run:
         run.wait_until(lambda: len(workers(run)) > 0)
         workers(run)[0].kill()
         ended = run.end()
@@ -117,17 +107,17 @@ def test_without_a_trainer_a_killing_task_does_not_end_the_run(config: Path, tmp
     settings = ("mode=explore", "buffer.total_steps=2", "explorer.sandbox.mode=never")
     poison = {"POISON_FILE": str(tmp_path / "deaths"), "PYTHONPATH": f"{os.getcwd()}:{Path(__file__).parent}"}
     workflow = "buffer.explorer_input.default_workflow_type=poison_workflow.poisonous"
-    with RunProcess("run", str(config), *settings, workflow, "--progress", "plain", env=poison) as run:
+    with runs.RunProcess("run", str(config), *settings, workflow, "--progress", "plain", env=poison) as run:
         ended = run.end()
         run.wait_for_no_survivors()
     assert ended.code == 0, ended
     assert (tmp_path / "deaths").exists()
-    assert status_of(run_folder(config))["experiences"]["committed"] == 16
+    assert runs.status_of(runs.run_folder(config))["experiences"]["committed"] == 16
 
 
 def test_a_missing_ledger_entry_below_the_checkpoint_is_an_error(config: Path) -> None:
-    finish_alone(config, "trainer.total_steps=2", "trainer.save_interval=2")
-    (run_folder(config) / "ledger" / "main" / "00000001.json").unlink()
-    ended = call_cli("run", str(config), "trainer.total_steps=3", "trainer.save_interval=2")
+    runs.finish_alone(config, "trainer.total_steps=2", "trainer.save_interval=2")
+    (runs.run_folder(config) / "ledger" / "main" / "00000001.json").unlink()
+    ended = runs.call_cli("run", str(config), "trainer.total_steps=3", "trainer.save_interval=2")
     assert ended.code == 1 and "ledger/main/00000001.json is missing" in ended.err, ended
-    assert num_steps(run_folder(config)) == 2
+    assert runs.num_steps(runs.run_folder(config)) == 2

@@ -29,18 +29,7 @@ from rftdask.driver.stage import StageRun
 from rftdask.monitor.events import Event, Note
 from rftdask.run.run_folder import open_run
 from rftdask.storage import open_storage
-from tests.integration.run_cases import (
-    DEADLINE_S,
-    ENGINE,
-    TRAINER,
-    RunProcess,
-    assert_same_run,
-    assert_sound,
-    num_steps,
-    run_folder,
-    worker_of,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 pytestmark = pytest.mark.slow
 
@@ -68,39 +57,39 @@ ENV = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = write_config(tmp_path_factory.mktemp("undisturbed"))
-    with RunProcess("run", str(config), *SETTINGS, env=ENV) as run:
+    config = runs.write_config(tmp_path_factory.mktemp("undisturbed"))
+    with runs.RunProcess("run", str(config), *SETTINGS, env=ENV) as run:
         assert run.end().code == 0
-    return run_folder(config)
+    return runs.run_folder(config)
 
 
 def has_engine(worker: psutil.Process) -> bool:
     """Return True if the worker has received a work unit; the first one starts its engine."""
     try:
-        return any(ENGINE in " ".join(child.cmdline()) for child in worker.children())
+        return any(runs.ENGINE in " ".join(child.cmdline()) for child in worker.children())
     except psutil.Error:
         return False
 
 
 def test_a_run_grows_to_max_workers_and_survives_losing_one(tmp_path: Path, undisturbed: Path) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
     workers = ("explorer.min_workers=1", "explorer.max_workers=2")
-    with RunProcess("run", str(config), *SETTINGS, *workers, "--progress", "plain", env=ENV) as run:
-        run.wait_until(lambda: len(run.children(ENGINE)) == 2)
-        worker_of(run.children(ENGINE)[-1]).kill()
+    with runs.RunProcess("run", str(config), *SETTINGS, *workers, "--progress", "plain", env=ENV) as run:
+        run.wait_until(lambda: len(run.children(runs.ENGINE)) == 2)
+        runs.worker_of(run.children(runs.ENGINE)[-1]).kill()
         ended = run.end()
         run.wait_for_no_survivors()
     assert ended.code == 0, ended
     notes = [line for line in ended.out.splitlines() if line.startswith("note: ")]
     assert any("requests 2 explorer workers" in note for note in notes), notes
     assert not any("crashed its workers" in note for note in notes), notes
-    assert assert_same_run(folder, undisturbed)["step"] == STEPS
+    assert runs.assert_same_run(folder, undisturbed)["step"] == STEPS
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    config = load_config(write_config(tmp_path / "layout"))
+    config = load_config(runs.write_config(tmp_path / "layout"))
     with LocalCluster(plan_layout([config], 2), tls=False) as cluster:  # a worker from outside has no keys
         yield cluster
 
@@ -110,7 +99,7 @@ def wait_for_rank(running: threading.Thread) -> psutil.Process:
     while running.is_alive():
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if TRAINER in " ".join(child.cmdline()):
+                if runs.TRAINER in " ".join(child.cmdline()):
                     return child
         running.join(0.02)
     raise AssertionError("the run ended before there was a trainer rank")
@@ -119,8 +108,8 @@ def wait_for_rank(running: threading.Thread) -> psutil.Process:
 def test_an_external_worker_takes_batches_and_may_be_killed(
     tmp_path: Path, cluster: LocalCluster, undisturbed: Path
 ) -> None:
-    path = write_config(tmp_path)
-    folder = run_folder(path)
+    path = runs.write_config(tmp_path)
+    folder = runs.run_folder(path)
     config = load_config(path, SETTINGS)
     storage = open_storage(config.checkpoint_job_dir)
     config = open_run(storage, config)
@@ -141,21 +130,21 @@ def test_an_external_worker_takes_batches_and_may_be_killed(
         rank.resume()
         while not has_engine(psutil.Process(late.pid)) and running.is_alive():
             running.join(0.02)
-        assert num_steps(folder) < STEPS, "it took no work unit"
+        assert runs.num_steps(folder) < STEPS, "it took no work unit"
     finally:
         late.kill()
         late.wait()
-    running.join(DEADLINE_S)
+    running.join(runs.DEADLINE_S)
     assert not running.is_alive()
     notes = [event.text for event in events if isinstance(event, Note)]
     assert any("worker late" in note and "joined" in note for note in notes), notes
     assert any("worker late" in note and "was lost" in note for note in notes), notes
     assert not any("crashed its workers" in note for note in notes), notes
-    assert assert_same_run(folder, undisturbed)["step"] == STEPS
+    assert runs.assert_same_run(folder, undisturbed)["step"] == STEPS
 
 
 def test_only_the_task_that_kills_its_worker_is_set_aside(tmp_path: Path) -> None:
-    config, kills = write_config(tmp_path, num_tasks=8), tmp_path / "kills"
+    config, kills = runs.write_config(tmp_path, num_tasks=8), tmp_path / "kills"
     settings = (
         "trainer.total_steps=4",
         "explorer.eval_on_startup=false",
@@ -164,12 +153,12 @@ def test_only_the_task_that_kills_its_worker_is_set_aside(tmp_path: Path) -> Non
         "buffer.explorer_input.default_workflow_type=poison_workflow.poisonous",
     )
     env = {**ENV, "POISON_FILE": str(kills)}
-    with RunProcess("run", str(config), *settings, "--progress", "plain", env=env) as run:
+    with runs.RunProcess("run", str(config), *settings, "--progress", "plain", env=env) as run:
         ended = run.end()
     assert ended.code == 0, ended
-    status = assert_sound(run_folder(config))
+    status = runs.assert_sound(runs.run_folder(config))
     assert status["step"] == 4
-    experiences = Experiment.open(run_folder(config)).experiences()
+    experiences = Experiment.open(runs.run_folder(config)).experiences()
     poisoned = experiences[experiences["status"] == "poisoned"]
     assert set(poisoned["task_index"]) == {5} and sorted(poisoned["epoch"]) == [0, 0, 1, 1]
     assert set(experiences[experiences["task_index"] != 5]["status"]) == {"ok"}

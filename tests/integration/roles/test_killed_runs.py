@@ -16,18 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.run_cases import (
-    ENGINE,
-    TRAINER,
-    RunProcess,
-    assert_same_run,
-    finish,
-    num_shards,
-    num_steps,
-    run_folder,
-    worker_of,
-    write_config,
-)
+from tests.integration import run_cases as runs
 from tests.living import lives
 
 STEPS = 40
@@ -37,25 +26,25 @@ SETTINGS = (f"trainer.total_steps={STEPS}", "trainer.save_interval=7", "explorer
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run."""
-    config = write_config(tmp_path_factory.mktemp("undisturbed"))
-    finish(config, *SETTINGS)
-    return run_folder(config)
+    config = runs.write_config(tmp_path_factory.mktemp("undisturbed"))
+    runs.finish(config, *SETTINGS)
+    return runs.run_folder(config)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path)
+    return runs.write_config(tmp_path)
 
 
 DELTAS, MEMORY = "synchronizer.full_publish_interval=5", "synchronizer.sync_method=memory"
 
 
-def start(config: Path, method: str) -> RunProcess:
-    return RunProcess("run", str(config), *SETTINGS, method, "--progress", "plain")
+def start(config: Path, method: str) -> runs.RunProcess:
+    return runs.RunProcess("run", str(config), *SETTINGS, method, "--progress", "plain")
 
 
 def assert_same_end(folder: Path, undisturbed: Path) -> None:
-    status = assert_same_run(folder, undisturbed)
+    status = runs.assert_same_run(folder, undisturbed)
     assert status["checkpoint"] == status["published"] == status["step"] == STEPS
 
 
@@ -67,11 +56,11 @@ def random_moments() -> Iterator[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [DELTAS, pytest.param(MEMORY, marks=pytest.mark.long)])
 def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undisturbed: Path, method: str) -> None:
-    folder = run_folder(config)
+    folder = runs.run_folder(config)
     moments = list(random_moments())
     for step in moments:
         with start(config, method) as run:
-            run.wait_until(lambda step=step: num_steps(folder) >= step)
+            run.wait_until(lambda step=step: runs.num_steps(folder) >= step)
             time.sleep(random.SystemRandom().uniform(0.0, 0.03))  # anywhere within a step
             run.kill()
             run.wait_for_no_survivors()
@@ -84,23 +73,23 @@ def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undist
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [DELTAS, pytest.param(MEMORY, marks=pytest.mark.long)])
 def test_a_run_survives_losing_engine_trainer_and_worker(config: Path, undisturbed: Path, method: str) -> None:
-    folder = run_folder(config)
+    folder = runs.run_folder(config)
     with start(config, method) as run:
-        run.wait_until(lambda: num_steps(folder) >= 3)
-        (engine,) = run.children(ENGINE)
+        run.wait_until(lambda: runs.num_steps(folder) >= 3)
+        (engine,) = run.children(runs.ENGINE)
         engine.kill()
-        run.wait_until(lambda: engine not in run.children(ENGINE) and bool(run.children(ENGINE)))
+        run.wait_until(lambda: engine not in run.children(runs.ENGINE) and bool(run.children(runs.ENGINE)))
 
-        (trainer,) = run.children(TRAINER)
-        steps = num_steps(folder)
+        (trainer,) = run.children(runs.TRAINER)
+        steps = runs.num_steps(folder)
         trainer.kill()
-        run.wait_until(lambda: num_steps(folder) > steps)
+        run.wait_until(lambda: runs.num_steps(folder) > steps)
 
-        (engine,) = run.children(ENGINE)
-        shards = num_shards(folder)
-        parent = worker_of(engine)
+        (engine,) = run.children(runs.ENGINE)
+        shards = runs.num_shards(folder)
+        parent = runs.worker_of(engine)
         parent.kill()
-        run.wait_until(lambda: num_shards(folder) > shards + 2)
+        run.wait_until(lambda: runs.num_shards(folder) > shards + 2)
         assert not lives(engine), "the engine outlived its worker"
         ended = run.end()
         run.wait_for_no_survivors()

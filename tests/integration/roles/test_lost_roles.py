@@ -20,17 +20,7 @@ from rftdask.buffer.log.shard import done_units
 from rftdask.config import load_config
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import make_sync_rules
-from tests.integration.run_cases import (
-    TRAINER,
-    RunProcess,
-    assert_same_run,
-    assert_sound,
-    finish,
-    num_steps,
-    read_number,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 pytestmark = pytest.mark.slow
 
@@ -41,14 +31,14 @@ SETTINGS = ("trainer.total_steps=12", "trainer.save_interval=4", "explorer.eval_
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run without losses."""
-    config = write_config(tmp_path_factory.mktemp("plain"))
-    finish(config, *SETTINGS)
-    return run_folder(config)
+    config = runs.write_config(tmp_path_factory.mktemp("plain"))
+    runs.finish(config, *SETTINGS)
+    return runs.run_folder(config)
 
 
 def assert_same_end(config: Path, plain: Path) -> None:
-    finish(config, *SETTINGS)
-    assert_same_run(run_folder(config), plain)
+    runs.finish(config, *SETTINGS)
+    runs.assert_same_run(runs.run_folder(config), plain)
 
 
 def explored(folder: Path) -> tuple[int, int]:
@@ -58,37 +48,37 @@ def explored(folder: Path) -> tuple[int, int]:
 
 
 def test_explorers_without_a_trainer_stop_at_the_staleness_bound(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
     settings = ("synchronizer.sync_style=fully_async", "synchronizer.max_staleness=3", "trainer.total_steps=20")
     settings = (*settings, "explorer.eval_interval=100")
     rules = make_sync_rules(load_config(config, settings))
-    with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
+    with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
         pointer = folder / "latest_state_dict_iteration.txt"
-        run.wait_until(lambda: num_steps(folder) >= 2 and pointer.exists())
-        (trainer,) = run.children(TRAINER)
+        run.wait_until(lambda: runs.num_steps(folder) >= 2 and pointer.exists())
+        (trainer,) = run.children(runs.TRAINER)
         trainer.send_signal(signal.SIGSTOP)  # it hangs, with whatever it has published
         tasks = Path(f"/proc/{trainer.pid}/task")  # once all its threads hang; one of them publishes
         run.wait_until(lambda: all(" T " in (task / "stat").read_text() for task in tasks.iterdir()))
-        published = read_number(pointer)
+        published = runs.read_number(pointer)
         last = max(step for step in range(1, 21) if rules.weights_for(step).version <= published)
         run.wait_until(lambda: explored(folder)[0] >= last * BATCHES_PER_STEP)
         time.sleep(2.0)  # for the next step to begin, if it could
         assert explored(folder) == (last * BATCHES_PER_STEP, last), (published, rules)
-        steps = num_steps(folder)
+        steps = runs.num_steps(folder)
         trainer.kill()
-        run.wait_until(lambda: num_steps(folder) > steps)
+        run.wait_until(lambda: runs.num_steps(folder) > steps)
         ended = run.end()
         run.wait_for_no_survivors()
     assert ended.code == 0, ended
-    assert assert_sound(folder)["step"] == 20
+    assert runs.assert_sound(folder)["step"] == 20
 
 
 def test_orphans_of_a_killed_driver_end_and_the_run_resumes(tmp_path: Path, plain: Path) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
-    with RunProcess("run", str(config), *SETTINGS) as run:
-        run.wait_until(lambda: num_steps(folder) >= 5)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
+    with runs.RunProcess("run", str(config), *SETTINGS) as run:
+        run.wait_until(lambda: runs.num_steps(folder) >= 5)
         run.process.kill()  # only the driver: nobody notifies the workers
         run.process.wait()
         run.wait_for_no_survivors(120.0)
@@ -96,11 +86,11 @@ def test_orphans_of_a_killed_driver_end_and_the_run_resumes(tmp_path: Path, plai
 
 
 def test_a_run_whose_storage_vanished_stops_and_resumes_later(tmp_path: Path, plain: Path) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
     away = folder.with_name("away")
-    with RunProcess("run", str(config), *SETTINGS) as run:
-        run.wait_until(lambda: num_steps(folder) >= 5)
+    with runs.RunProcess("run", str(config), *SETTINGS) as run:
+        run.wait_until(lambda: runs.num_steps(folder) >= 5)
         folder.rename(away)
         folder.touch()  # every path below it is now an error
         ended = run.end()

@@ -24,20 +24,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.shard import ShardName, done_units
 from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import open_storage
-from tests.integration.run_cases import (
-    BATCH_SIZE,
-    ENGINE,
-    NUM_EVAL_TASKS,
-    REPEAT_TIMES,
-    RunProcess,
-    assert_sound,
-    call_cli,
-    ledger_of,
-    num_shards,
-    run_folder,
-    worker_of,
-    write_config,
-)
+from tests.integration import run_cases as runs
 from tests.integration.serving.slow_served_engine import CALLS, most_under_way
 
 pytestmark = pytest.mark.slow
@@ -58,12 +45,12 @@ ASYNC = ("synchronizer.sync_style=fully_async", "synchronizer.max_staleness=6")
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path)
+    return runs.write_config(tmp_path)
 
 
-def start(config: Path, *more: str) -> RunProcess:
+def start(config: Path, *more: str) -> runs.RunProcess:
     path = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
-    return RunProcess("run", str(config), *SETTINGS, *more, env=path)
+    return runs.RunProcess("run", str(config), *SETTINGS, *more, env=path)
 
 
 def num_half_done(folder: Path) -> int:
@@ -72,23 +59,23 @@ def num_half_done(folder: Path) -> int:
     return len({(name.explore_step, name.unit) for name in names} - done_units(names))
 
 
-def wait_for_overlap(run: RunProcess, folder: Path) -> None:
+def wait_for_overlap(run: runs.RunProcess, folder: Path) -> None:
     """Wait until this process of the run has several units in progress."""
-    before = num_shards(folder)
-    run.wait_until(lambda: num_shards(folder) > before and num_half_done(folder) >= 2)
+    before = runs.num_shards(folder)
+    run.wait_until(lambda: runs.num_shards(folder) > before and num_half_done(folder) >= 2)
 
 
 def assert_all_once(folder: Path) -> None:
     """Assert that every rollout of the trained steps is in the ledger exactly once."""
-    status = assert_sound(folder)
+    status = runs.assert_sound(folder)
     assert status["step"] == STEPS
-    settled = Counter((step, unit, row) for entry in ledger_of(folder) for step, unit, row, _ in entry)
+    settled = Counter((step, unit, row) for entry in runs.ledger_of(folder) for step, unit, row, _ in entry)
     assert set(settled.values()) == {1}, [row for row, count in settled.items() if count > 1]
-    assert len(settled) == STEPS * BATCH_SIZE * REPEAT_TIMES
+    assert len(settled) == STEPS * runs.BATCH_SIZE * runs.REPEAT_TIMES
 
 
 def test_killing_overlapping_units_loses_and_repeats_nothing(config: Path) -> None:
-    folder = run_folder(config)
+    folder = runs.run_folder(config)
     for _ in range(2):
         with start(config, *ASYNC) as run:
             wait_for_overlap(run, folder)
@@ -96,12 +83,12 @@ def test_killing_overlapping_units_loses_and_repeats_nothing(config: Path) -> No
             run.wait_for_no_survivors()
     with start(config, *ASYNC) as run:
         wait_for_overlap(run, folder)
-        (engine,) = run.children(ENGINE)
+        (engine,) = run.children(runs.ENGINE)
         engine.kill()
-        run.wait_until(lambda: engine not in run.children(ENGINE) and bool(run.children(ENGINE)))
+        run.wait_until(lambda: engine not in run.children(runs.ENGINE) and bool(run.children(runs.ENGINE)))
         wait_for_overlap(run, folder)
-        (engine,) = run.children(ENGINE)
-        worker_of(engine).kill()
+        (engine,) = run.children(runs.ENGINE)
+        runs.worker_of(engine).kill()
         ended = run.end()
         run.wait_for_no_survivors()
     assert ended.code == 0, ended
@@ -112,7 +99,7 @@ def test_killing_overlapping_units_loses_and_repeats_nothing(config: Path) -> No
 
 
 def test_responses_spanning_versions_are_trained_once_in_bounds(config: Path) -> None:
-    folder = run_folder(config)
+    folder = runs.run_folder(config)
     turns = (
         "synchronizer.load_in_flight=true",
         "buffer.explorer_input.default_workflow_type=slow_workflow.two_turns",
@@ -140,7 +127,7 @@ def test_responses_spanning_versions_are_trained_once_in_bounds(config: Path) ->
     versions = [
         (row["min_policy_version"], row["max_policy_version"]) for n in exams.shards() for row in rows(exams, n)
     ]
-    assert len(versions) >= 3 * NUM_EVAL_TASKS and all(oldest == newest for oldest, newest in versions), versions
+    assert len(versions) >= 3 * runs.NUM_EVAL_TASKS and all(oldest == newest for oldest, newest in versions), versions
     trained = read_metrics(open_storage(str(folder)), "trainer")
     assert trained["staleness_max"].max() <= 6
 
@@ -150,7 +137,7 @@ def rows(log: ParquetLog, name: ShardName) -> list[dict[str, Any]]:
 
 
 def test_cancelled_rollouts_are_in_the_ledger_with_the_reason(config: Path) -> None:
-    folder = run_folder(config)
+    folder = runs.run_folder(config)
     enough = (
         "explorer.tasks_per_batch=4",
         "explorer.over_rollout.ratio=0.25",
@@ -159,8 +146,8 @@ def test_cancelled_rollouts_are_in_the_ledger_with_the_reason(config: Path) -> N
     )
     for _ in range(2):
         with start(config, *ASYNC, *enough) as run:
-            before = num_shards(folder)
-            run.wait_until(lambda before=before: num_shards(folder) > before + 1 and num_half_done(folder) > 0)
+            before = runs.num_shards(folder)
+            run.wait_until(lambda before=before: runs.num_shards(folder) > before + 1 and num_half_done(folder) > 0)
             run.kill()
             run.wait_for_no_survivors()
     with start(config, *ASYNC, *enough) as run:
@@ -173,7 +160,7 @@ def test_cancelled_rollouts_are_in_the_ledger_with_the_reason(config: Path) -> N
     reasons, groups = Counter[str](), dict[tuple[int, int], set[str]]()
     for step in range(1, STEPS + 1):
         entry = ledger.read(step)
-        assert entry is not None and len(entry.positions) == BATCH_SIZE, "as many groups are settled as ever"
+        assert entry is not None and len(entry.positions) == runs.BATCH_SIZE, "as many groups are settled as ever"
         for part in (*entry.use, *entry.drop):
             for number in part.rows:
                 row = tables[part.source][number]
@@ -182,12 +169,12 @@ def test_cancelled_rollouts_are_in_the_ledger_with_the_reason(config: Path) -> N
                 groups.setdefault((row["explore_step"], row["task_index"]), set()).add(part.reason)
     assert reasons["timeout"] and reasons["filtered"] and set(reasons) == {"", "timeout", "filtered"}, reasons
     assert all("" not in found or found == {""} for found in groups.values()), "a group is trained whole, or not"
-    again = call_cli("replay", str(folder), "--from", "4", "--progress", "none")
+    again = runs.call_cli("replay", str(folder), "--from", "4", "--progress", "none")
     assert (again.code, again.out.splitlines()[-1:]) == (0, [f"bit-equal with lineage main at step {STEPS}"]), again
 
 
 def test_units_of_style_fixed_do_not_overlap(config: Path) -> None:
-    folder = run_folder(config)
+    folder = runs.run_folder(config)
     seen = set()
 
     def has_ended() -> bool:
@@ -201,7 +188,7 @@ def test_units_of_style_fixed_do_not_overlap(config: Path) -> None:
     assert max(seen) == 1
 
 
-@pytest.mark.parametrize(("slots", "most"), [("null", BATCH_SIZE // 2 * REPEAT_TIMES), ("memory", 8)])
+@pytest.mark.parametrize(("slots", "most"), [("null", runs.BATCH_SIZE // 2 * runs.REPEAT_TIMES), ("memory", 8)])
 def test_as_many_rollouts_are_under_way_as_there_are_slots(config: Path, tmp_path: Path, slots: str, most: int) -> None:
     # The engine has room for 100 tokens; a prompt has 4 or 5, an answer 8.
     (tmp_path / "calls").mkdir()
@@ -211,11 +198,11 @@ def test_as_many_rollouts_are_under_way_as_there_are_slots(config: Path, tmp_pat
         f"explorer.slots_per_engine={slots}",
     )
     environment = {"PYTHONPATH": str(Path.cwd()), CALLS: str(tmp_path / "calls")}
-    with RunProcess(
+    with runs.RunProcess(
         "run", str(config), *settings, *engine, "synchronizer.sync_style=fully_async", env=environment
     ) as run:
         ended = run.end()
     assert ended.code == 0, ended
     [told] = (tmp_path / "calls").iterdir()
     assert most_under_way(told) == most
-    assert 0.5 < read_metrics(open_storage(str(run_folder(config))), "explorer").occupancy.mean() <= 1.0
+    assert 0.5 < read_metrics(open_storage(str(runs.run_folder(config))), "explorer").occupancy.mean() <= 1.0

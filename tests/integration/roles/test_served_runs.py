@@ -38,18 +38,7 @@ from rftdask.errors import UserError
 from rftdask.models.toy import build_toy_image_model
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import publish_weights
-from tests.integration.run_cases import (
-    BATCH_SIZE,
-    ENGINE,
-    REPEAT_TIMES,
-    TRAINER,
-    RunProcess,
-    assert_sound,
-    call_cli,
-    num_steps,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 pytestmark = pytest.mark.slow
 TOKEN = "a-token"
@@ -60,7 +49,7 @@ PAGE = (Path(__file__).parents[3] / "docs/serve.md").read_text()
 class Served:
     """A server that has printed its address."""
 
-    def __init__(self, run: RunProcess) -> None:
+    def __init__(self, run: runs.RunProcess) -> None:
         assert run.process.stdout is not None
         self.run = run
         line = run.process.stdout.readline()
@@ -89,14 +78,16 @@ class Served:
             return int(json.loads(answer.read())["policy_version"])
 
 
-def serve(config: Path, *more: str) -> RunProcess:
-    return RunProcess("serve", str(config), "--port", "0", *more, env=ENV)
+def serve(config: Path, *more: str) -> runs.RunProcess:
+    return runs.RunProcess("serve", str(config), "--port", "0", *more, env=ENV)
 
 
 def test_a_rewarded_session_outlives_kill_9_and_is_trained(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+    config = runs.write_config(tmp_path)
     sessions = [
-        (f"s{task}-{n}", f"task {task}", task + n / 10) for task in range(BATCH_SIZE) for n in range(REPEAT_TIMES)
+        (f"s{task}-{n}", f"task {task}", task + n / 10)
+        for task in range(runs.BATCH_SIZE)
+        for n in range(runs.REPEAT_TIMES)
     ]
     # Kill after one reward of each kind: the first of a group, and the last of one.
     for first, last in ((0, 3), (3, 4), (4, len(sessions))):
@@ -110,20 +101,20 @@ def test_a_rewarded_session_outlives_kill_9_and_is_trained(tmp_path: Path) -> No
             if last == len(sessions):
                 run.process.terminate()
                 assert run.process.wait(60) == 0
-                assert f"{BATCH_SIZE} groups are in the log, 0 sessions wait" in run.process.stdout.read()  # type: ignore[union-attr]
+                assert f"{runs.BATCH_SIZE} groups are in the log, 0 sessions wait" in run.process.stdout.read()  # type: ignore[union-attr]
             else:
                 run.process.kill()
                 run.process.wait(60)
                 run.wait_for_no_survivors()
-    storage = open_storage(str(run_folder(config)))
+    storage = open_storage(str(runs.run_folder(config)))
     log = open_log(storage, load_config(config))
     rows = [row for name in log.shards() for row in log.read(name).to_pylist()]
     found = sorted((row["task_index"], round(row["reward"], 4)) for row in rows)
     assert found == [(int(reward), round(reward, 4)) for _, _, reward in sessions]
     assert all(row["prompt_text"].startswith("task ") and len(row["tokens"]) > row["prompt_length"] for row in rows)
-    ended = call_cli("run", str(config), "mode=train", "trainer.total_steps=1", "--progress", "none")
+    ended = runs.call_cli("run", str(config), "mode=train", "trainer.total_steps=1", "--progress", "none")
     assert ended.code == 0, ended
-    status = assert_sound(run_folder(config))
+    status = runs.assert_sound(runs.run_folder(config))
     assert status["sealed"] and status["experiences"]["committed"] == len(sessions)
     entry = Ledger(storage).read(1)
     assert entry is not None and sum(len(used.rows) for used in entry.use) == len(sessions)
@@ -131,7 +122,7 @@ def test_a_rewarded_session_outlives_kill_9_and_is_trained(tmp_path: Path) -> No
 
 def use(served: Served, number: int) -> bool:
     """Use session `number` and reward it. Returns True if the reward was answered with 200."""
-    session, task = f"s{number}", f"task {number // REPEAT_TIMES}"
+    session, task = f"s{number}", f"task {number // runs.REPEAT_TIMES}"
     try:
         served.post(f"/sessions/{session}/v1/chat/completions", model="p", messages=[{"role": "user", "content": task}])
         return served.post("/feedback", session_id=session, reward=number, task_id=task)[0] == 200
@@ -142,8 +133,8 @@ def use(served: Served, number: int) -> bool:
 def test_rewarded_sessions_are_logged_once_despite_kills(
     tmp_path: Path,
 ) -> None:
-    config, num_steps_in_all, per_step = write_config(tmp_path), 3, BATCH_SIZE * REPEAT_TIMES
-    folder = run_folder(config)
+    config, num_steps_in_all, per_step = runs.write_config(tmp_path), 3, runs.BATCH_SIZE * runs.REPEAT_TIMES
+    folder = runs.run_folder(config)
     settings = (
         "mode=train",
         f"trainer.total_steps={num_steps_in_all}",
@@ -152,18 +143,20 @@ def test_rewarded_sessions_are_logged_once_despite_kills(
         "plain",
     )
     rewarded = set[int]()
-    with RunProcess("run", str(config), *settings) as trainer:
+    with runs.RunProcess("run", str(config), *settings) as trainer:
         with serve(config) as run:
             served = Served(run)
             rewarded |= {number for number in range(per_step) if use(served, number)}
             assert len(rewarded) == per_step
-            trainer.wait_until(lambda: num_steps(folder) == 1)
-            [rank] = trainer.children(TRAINER)
+            trainer.wait_until(lambda: runs.num_steps(folder) == 1)
+            [rank] = trainer.children(runs.TRAINER)
             rank.kill()
-            trainer.wait_until(lambda: rank not in trainer.children(TRAINER) and bool(trainer.children(TRAINER)))
+            trainer.wait_until(
+                lambda: rank not in trainer.children(runs.TRAINER) and bool(trainer.children(runs.TRAINER))
+            )
             # Its engine dies between an answer and its reward; the reward may then be answered with 200.
             served.ask(f"s{per_step}", "1")
-            [engine] = run.children(ENGINE)
+            [engine] = run.children(runs.ENGINE)
             engine.kill()
             rewarded |= {number for number in range(per_step, per_step + 3) if use(served, number)}
             ended = run.end()
@@ -175,11 +168,11 @@ def test_rewarded_sessions_are_logged_once_despite_kills(
                 assert served.post("/feedback", session_id=f"s{number}", reward=number)[0] == 200, "it was lost"
             later = [number for number in range(2 * per_step) if number not in rewarded]
             assert all(use(served, number) for number in later)
-            trainer.wait_until(lambda: num_steps(folder) == 2)
+            trainer.wait_until(lambda: runs.num_steps(folder) == 2)
             trainer.kill()
             trainer.wait_for_no_survivors()
             assert all(use(served, number) for number in range(2 * per_step, num_steps_in_all * per_step))
-            with RunProcess("run", str(config), *settings) as again:
+            with runs.RunProcess("run", str(config), *settings) as again:
                 ended = again.end()
             assert ended.code == 0, ended
             run.process.terminate()
@@ -187,16 +180,16 @@ def test_rewarded_sessions_are_logged_once_despite_kills(
     log = open_log(open_storage(str(folder)), load_config(config))
     sessions = Counter((row["session"], row["reward"]) for name in log.shards() for row in log.read(name).to_pylist())
     assert sessions == {(f"s{number}", float(number)): 1 for number in range(num_steps_in_all * per_step)}
-    status = assert_sound(folder)
+    status = runs.assert_sound(folder)
     assert status["step"] == num_steps_in_all and status["experiences"]["trained"] == len(sessions)
 
 
 def test_newer_weights_are_served_and_turns_record_their_version(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+    config = runs.write_config(tmp_path)
     with serve(config) as run:
         served = Served(run)
         said = served.ask("s", "1")
-        storage = open_storage(str(run_folder(config)))
+        storage = open_storage(str(runs.run_folder(config)))
         publish_weights(storage, 3, b"weights", "main")
         run.wait_until(lambda: served.version() == 3)
         messages = [{"role": "user", "content": "1"}, said, {"role": "user", "content": "2"}]
@@ -218,22 +211,22 @@ def use_as_the_page_shows(served: Served) -> None:
 
 
 def test_a_run_that_was_moved_is_served_where_it_is(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+    config = runs.write_config(tmp_path)
     with serve(config) as run:
         Served(run)
         run.process.terminate()
         assert run.process.wait(60) == 0
-    moved = run_folder(config).rename(tmp_path / "elsewhere")
+    moved = runs.run_folder(config).rename(tmp_path / "elsewhere")
     with serve(moved) as run:
         served = Served(run)
         served.ask("s", "1")
         assert served.post("/feedback", session_id="s", reward=1)[0] == 200
         run.wait_until(lambda: bool(open_log(open_storage(str(moved)), load_config(config)).shards()))
-    assert not run_folder(config).exists()
+    assert not runs.run_folder(config).exists()
 
 
 def test_a_server_with_a_certificate_speaks_only_https(tmp_path: Path) -> None:
-    config, key = write_config(tmp_path), ec.generate_private_key(ec.SECP256R1())
+    config, key = runs.write_config(tmp_path), ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
     certificate = (
@@ -246,7 +239,7 @@ def test_a_server_with_a_certificate_speaks_only_https(tmp_path: Path) -> None:
     cert_file, key_file = tmp_path / "cert.pem", tmp_path / "key.pem"
     cert_file.write_bytes(certificate.public_bytes(Encoding.PEM))
     key_file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    refused = call_cli("serve", str(config), "--tls-cert", str(cert_file))
+    refused = runs.call_cli("serve", str(config), "--tls-cert", str(cert_file))
     assert refused.code == 2 and "--tls-key ''" in refused.err, refused
     with serve(config, "--tls-cert", str(cert_file), "--tls-key", str(key_file)) as run:
         assert run.process.stdout is not None
@@ -290,7 +283,7 @@ def test_a_served_model_that_reads_images_trains_on_them(tmp_path: Path) -> None
     Image.new("RGB", (56, 28), (9, 9, 200)).save(buffer, format="PNG")
     name = name_of(buffer.getvalue())
     image = {"type": "image_url", "image_url": {"url": data_url(buffer.getvalue())}}
-    with RunProcess("run", str(config), env=ENV) as run:
+    with runs.RunProcess("run", str(config), env=ENV) as run:
         served = Served(run)
         for number in range(2):
             served.ask(f"s{number}", [{"type": "text", "text": "what? "}, image])
@@ -299,21 +292,21 @@ def test_a_served_model_that_reads_images_trains_on_them(tmp_path: Path) -> None
         assert run.process.wait(60) == 0
     folder = tmp_path / "runs" / "rftdask" / "seeing"
     assert [file.name for file in (folder / "media").iterdir()] == [name]
-    ended = call_cli("run", str(config), "mode=train", "trainer.total_steps=1", "--progress", "none")
+    ended = runs.call_cli("run", str(config), "mode=train", "trainer.total_steps=1", "--progress", "none")
     assert ended.code == 0, ended
-    assert_sound(folder)
+    runs.assert_sound(folder)
     steps = Experiment.open(folder).metrics("trainer")
     assert len(steps) == 1 and steps.grad_norm[0] > 0 and abs(steps.mismatch_kl[0]) < 1e-6
 
 
 def test_mode_serve_is_served_by_run_and_needs_no_tasks(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+    config = runs.write_config(tmp_path)
     tree = yaml.safe_load(config.read_text())
     del tree["buffer"]["explorer_input"]
     tree["explorer"]["proxy_port"] = 0
     config.write_text(yaml.safe_dump({**tree, "mode": "serve"}))
-    assert call_cli("validate", str(config)).code == 0
-    with RunProcess("run", str(config), env=ENV) as run:
+    assert runs.call_cli("validate", str(config)).code == 0
+    with runs.RunProcess("run", str(config), env=ENV) as run:
         assert Served(run).ask("s", "hi")["role"] == "assistant"
         run.process.terminate()
         assert run.process.wait(60) == 0

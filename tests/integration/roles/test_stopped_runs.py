@@ -11,72 +11,61 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.run_cases import (
-    RunProcess,
-    assert_sound,
-    call_cli,
-    final_weights,
-    finish,
-    num_steps,
-    read_number,
-    run_folder,
-    status_of,
-    write_config,
-)
+from tests.integration import run_cases as runs
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path)
+    return runs.write_config(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ask", "code"), [(RunProcess.interrupt, 130), (RunProcess.terminate, 143)], ids=["Ctrl-C", "SIGTERM"]
+    ("ask", "code"), [(runs.RunProcess.interrupt, 130), (runs.RunProcess.terminate, 143)], ids=["Ctrl-C", "SIGTERM"]
 )
 def test_a_stopped_run_writes_a_checkpoint_and_can_continue(
-    config: Path, ask: Callable[[RunProcess], None], code: int
+    config: Path, ask: Callable[[runs.RunProcess], None], code: int
 ) -> None:
-    folder = run_folder(config)
+    folder = runs.run_folder(config)
     settings = ("trainer.total_steps=150", "trainer.save_interval=0")
-    with RunProcess("run", str(config), *settings) as run:
-        run.wait_until(lambda: num_steps(folder) >= 3)
+    with runs.RunProcess("run", str(config), *settings) as run:
+        run.wait_until(lambda: runs.num_steps(folder) >= 3)
         ask(run)
         ended = run.end()
         run.wait_for_no_survivors()
     assert ended.code == code, ended
     assert "stopped" in ended.out
-    stopped_at = read_number(folder / "latest_checkpointed_iteration.txt")
+    stopped_at = runs.read_number(folder / "latest_checkpointed_iteration.txt")
     assert 3 <= stopped_at < 150
-    assert assert_sound(folder)["step"] == stopped_at, "nothing is trained again"
+    assert runs.assert_sound(folder)["step"] == stopped_at, "nothing is trained again"
 
-    finish(config, *settings)
-    assert assert_sound(folder)["checkpoint"] == 150
+    runs.finish(config, *settings)
+    assert runs.assert_sound(folder)["checkpoint"] == 150
 
 
 @pytest.mark.slow
 def test_a_running_folder_refuses_a_second_start_and_goes_on(config: Path) -> None:
-    folder = run_folder(config)
+    folder = runs.run_folder(config)
     settings = ("trainer.total_steps=5000", "buffer.total_epochs=5000")
-    with RunProcess("run", str(config), *settings) as run:
-        run.wait_until(lambda: num_steps(folder) >= 1)
-        second = call_cli("run", str(config), *settings)
+    with runs.RunProcess("run", str(config), *settings) as run:
+        run.wait_until(lambda: runs.num_steps(folder) >= 1)
+        second = runs.call_cli("run", str(config), *settings)
         assert second.code == 2, second
         assert f"process {run.process.pid}" in second.err and "trainer" in second.err
-        assert status_of(folder)["state"] == "running"
-        steps = num_steps(folder)
-        run.wait_until(lambda: num_steps(folder) > steps + 2)
+        assert runs.status_of(folder)["state"] == "running"
+        steps = runs.num_steps(folder)
+        run.wait_until(lambda: runs.num_steps(folder) > steps + 2)
         run.interrupt()
         assert run.end().code == 130
-    assert_sound(folder)
+    runs.assert_sound(folder)
 
 
 def test_another_config_is_refused_naming_the_keys(config: Path) -> None:
-    finish(config, "trainer.total_steps=2")
-    weights = final_weights(run_folder(config))
-    second = call_cli("run", str(config), "trainer.total_steps=3", "buffer.batch_size=6", "model.temperature=0.5")
+    runs.finish(config, "trainer.total_steps=2")
+    weights = runs.final_weights(runs.run_folder(config))
+    second = runs.call_cli("run", str(config), "trainer.total_steps=3", "buffer.batch_size=6", "model.temperature=0.5")
     assert second.code == 2
     assert "buffer.batch_size: was 4, is 6" in second.err
     assert "model.temperature: was 1.0, is 0.5" in second.err
     assert "total_steps" not in second.err, "how far a run goes may change"
-    assert final_weights(run_folder(config)) == weights
+    assert runs.final_weights(runs.run_folder(config)) == weights

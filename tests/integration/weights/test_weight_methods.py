@@ -29,14 +29,7 @@ from rftdask.cluster.layout import Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import read_published
-from tests.integration.run_cases import (
-    RunProcess,
-    assert_same_run,
-    finish_alone,
-    num_steps,
-    run_folder,
-    write_config,
-)
+from tests.integration import run_cases as runs
 from tests.integration.weights import weight_parties as parties
 from tests.integration.weights.killed_trainer import FingerprintEngine
 from tests.integration.weights.weight_parties import Report
@@ -91,7 +84,7 @@ class Run:
     def __init__(self, machines: Machines, folder: Path, method: str) -> None:
         # A unique name: pytest reuses the folder of a passed test, and these processes live on.
         self.machines, self.url = machines, str(folder / f"run-{uuid.uuid4().hex[:8]}")
-        self.config = write_config(folder)
+        self.config = runs.write_config(folder)
         text = self.config.read_text().replace("synchronizer:", f"synchronizer:\n  sync_method: {method}")
         elsewhere = "cluster:\n  type: existing\n  options: {address: 'tcp://127.0.0.1:1'}"
         self.config.write_text(text.replace("cluster:", elsewhere))
@@ -203,7 +196,7 @@ def test_a_trainer_killed_at_each_write_repeats_its_versions(
     memory = str(run.machines.folder / f"memory-{TRAINER}")
     arguments = (str(run.config), str(folder), machine, str(random.SystemRandom().randrange(every)), str(every))
     program = ("-m", "tests.integration.weights.killed_trainer", *arguments)
-    with RunProcess(program=program, env={"RFTDASK_SHARED_MEMORY": memory, "TMPDIR": memory}) as trainer:
+    with runs.RunProcess(program=program, env={"RFTDASK_SHARED_MEMORY": memory, "TMPDIR": memory}) as trainer:
         ended = trainer.end()
     assert ended.code == 0, ended
     problems_by_place = json.loads((folder / "problems.json").read_text())
@@ -221,9 +214,9 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def by_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on one machine whose weights are files."""
-    config = write_config(tmp_path_factory.mktemp("by-files"))
-    finish_alone(config, f"trainer.total_steps={STEPS}", "synchronizer.sync_method=checkpoint")
-    return run_folder(config)
+    config = runs.write_config(tmp_path_factory.mktemp("by-files"))
+    runs.finish_alone(config, f"trainer.total_steps={STEPS}", "synchronizer.sync_method=checkpoint")
+    return runs.run_folder(config)
 
 
 @pytest.fixture
@@ -235,10 +228,10 @@ def settings(machines: Machines, method: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("method", ["memory", "nccl"])
 def test_a_run_over_machines_trains_the_same(tmp_path: Path, settings: tuple[str, ...], by_files: Path) -> None:
-    config = write_config(tmp_path)
-    finish_alone(config, *settings)
-    folder = run_folder(config)
-    assert assert_same_run(folder, by_files)["step"] == STEPS
+    config = runs.write_config(tmp_path)
+    runs.finish_alone(config, *settings)
+    folder = runs.run_folder(config)
+    assert runs.assert_same_run(folder, by_files)["step"] == STEPS
     assert not (folder / "control" / "whole_version.txt").exists(), "it asked for files"
 
 
@@ -247,13 +240,13 @@ def test_a_run_over_machines_trains_the_same(tmp_path: Path, settings: tuple[str
 def test_a_run_without_held_weights_continues_with_files(
     machines: Machines, tmp_path: Path, by_files: Path, method: str, settings: tuple[str, ...]
 ) -> None:
-    config = write_config(tmp_path)
-    folder = run_folder(config)
+    config = runs.write_config(tmp_path)
+    folder = runs.run_folder(config)
     disconnect, disconnected = parties.reach_no_rank, ENGINES
     if method == "memory":
         disconnect, disconnected = parties.give_nothing, (TRAINER,)
-    with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
-        run.wait_until(lambda: num_steps(folder) >= 1)
+    with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
+        run.wait_until(lambda: runs.num_steps(folder) >= 1)
         machines.client.run(disconnect, workers=[machines.addresses()[name] for name in disconnected])
         try:
             ended = run.end()
@@ -261,4 +254,4 @@ def test_a_run_without_held_weights_continues_with_files(
             machines.client.run(parties.reach_ranks)
     assert ended.code == 0, ended
     assert (folder / "control" / "whole_version.txt").exists(), "nobody asked for files"
-    assert assert_same_run(folder, by_files)["step"] == STEPS
+    assert runs.assert_same_run(folder, by_files)["step"] == STEPS
