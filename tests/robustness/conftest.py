@@ -2,12 +2,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import config, folder  # noqa: F401
+
 
 @pytest.fixture(scope="session")
 def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a complete small model."""
     from rftdask.models.toy import build_toy_model
 
-    folder = tmp_path_factory.mktemp("toy") / "model"
-    build_toy_model(folder)
-    return folder
+    model = tmp_path_factory.mktemp("toy") / "model"
+    build_toy_model(model)
+    return model

@@ -278,9 +278,7 @@ def test_files_without_permission_are_reported_at_the_start(
 READ_ONLY = "Read-only file system; the file system is read-only: mount it writable or choose another folder"
 
 
-def test_a_read_only_run_is_read_and_not_continued(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_a_read_only_run_is_read_and_not_continued(config: Path, folder: Path, make_disk: Callable[..., Disk]) -> None:
     disk = make_disk(folder, 4096, full=False)
     storage = open_storage(folder)
     open_run(storage, load_config(config))

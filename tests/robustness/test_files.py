@@ -132,8 +132,7 @@ TASK_FILES = {
 
 @pytest.mark.parametrize("name", TASK_FILES)
 @pytest.mark.timeout(120)
-def test_tasks_that_are_none(name: str, tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_tasks_that_are_none(config: Path, name: str, tmp_path: Path) -> None:
     TASK_FILES[name](tmp_path / name)
     assert_mendable(call_cli("run", str(config), f"{TASKSET}.path={tmp_path / name}"), Path(name).name)
 
@@ -199,8 +198,7 @@ MODELS = {
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 @pytest.mark.timeout(120)
-def test_a_model_that_is_none(make: Callable[[Path], None], tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_a_model_that_is_none(config: Path, make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "policy")
     real = ("explorer.rollout_model.engine_type=transformers", "trainer.trainer_type=torch")
     assert_mendable(call_cli("run", str(config), f"model.model_path={tmp_path / 'policy'}", *real), "policy")
@@ -245,8 +243,7 @@ def test_a_model_that_is_damaged(damage: Callable[[Path], None], toy_model: Path
 
 @pytest.mark.parametrize("name", ["x.py", "_x.py"])
 @pytest.mark.timeout(60)
-def test_a_fifo_among_plugins_is_not_waited_for(name: str, tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_a_fifo_among_plugins_is_not_waited_for(config: Path, name: str, tmp_path: Path) -> None:
     (tmp_path / "plugins").mkdir()
     fifo(tmp_path / "plugins" / name)
     settings = (f"explorer.plugin_dirs=[{tmp_path}/plugins]", "algorithm.policy_loss_fn=ppoo")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hostile import assert_mendable
 
-from tests.integration.run_cases import call_cli, write_config
+from tests.integration.run_cases import call_cli
 
 TASKSET = "buffer.explorer_input.taskset"
 
@@ -113,6 +113,7 @@ WORDS = [
     ('group="tab\\tbed"', "group"),
     ('checkpoint_root_dir="/tmp/a\\0b"', "checkpoint_root_dir"),
     ("checkpoint_root_dir=gopher://host/x", "gopher"),
+    ("checkpoint_root_dir=/etc/hostname/runs", "checkpoint_root_dir"),
     ("algorithm.algorithm_type=gpro", "grpo"),
     ("algorithm.algorithm_type=7", "algorithm.algorithm_type"),
     ("algorithm.algorithm_type=no.such.Thing", "algorithm.algorithm_type"),
@@ -162,6 +163,8 @@ WORDS = [
     ("monitor.extra_monitors=[{name: wandb}, {name: wandb}]", "monitor.extra_monitors[1].name"),
     ("log.level=LOUD", "log.level"),
     (f"{TASKSET}.format.prompt_type=speech", "prompt_type"),
+    (f"{TASKSET}.format.prompt_key=questions", "has no column 'questions', which format.prompt_key names"),
+    (f"{TASKSET}.format.response_key=answers", "columns: question, answer"),
     (f"{TASKSET}.storage_type=drawer", "storage_type"),
     (f"{TASKSET}.data_selector.selector_type=radnom", "random"),
     (f"{TASKSET}.default_workflow_type=simple_wrokflow", "simple_workflow"),
@@ -213,11 +216,6 @@ WORDS = [
     ("model.model_path=&a [*a]", "model.model_path"),
     ("model.model_path=" + "[" * 5000, "model.model_path"),
 ]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path)
 
 
 @pytest.mark.parametrize(("setting", "word"), NUMBERS, ids=[setting for setting, _ in NUMBERS])

@@ -20,7 +20,7 @@ from rftdask.config import load_config
 from rftdask.data.task import Task
 from rftdask.driver.preflight import check_inputs
 from rftdask.errors import ConfigError
-from tests.integration.run_cases import call_cli, write_config
+from tests.integration.run_cases import call_cli
 
 TASKSET = "buffer.explorer_input.taskset"
 HEAD = """
@@ -70,11 +70,6 @@ WORKFLOWS = {
     "returns nothing": ("async def scored(task, model):\n    await model.generate('x')", "None"),
     "returns text": ("async def scored(task, model):\n    return (await model.generate('x')).text", "'1'"),
 }
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path)
 
 
 def own(config: Path, key: str, source: str) -> tuple[str, ...]:

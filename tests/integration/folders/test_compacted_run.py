@@ -36,9 +36,7 @@ def rows_of(folder: Path) -> str:
     return ended.out
 
 
-def test_a_compacted_run_is_sound_and_complete_for_readers(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_a_compacted_run_is_sound_and_complete_for_readers(config: Path, folder: Path) -> None:
     first_bucket = 2 * (STEPS_PER_BUCKET - 1)
     runs.interrupt_when(
         lambda: len(ParquetLog(open_storage(str(folder))).compacted_shards()) >= first_bucket, config, *SETTINGS

@@ -93,8 +93,7 @@ def test_a_path_instead_of_a_config_is_an_error_with_advice() -> None:
         Experiment("run.yaml")  # type: ignore[arg-type]
 
 
-def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_a_stopped_experiment_continues_to_its_end(config: Path) -> None:
     experiment = Experiment.from_yaml(config, "trainer.total_steps=30", "explorer.eval_on_startup=false").start()
     end = time.monotonic() + DEADLINE_S
     while not experiment.progress().step and time.monotonic() < end:
@@ -114,8 +113,7 @@ def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:
     assert re.fullmatch(re.escape(experiment.url) + r"_\d{14}", beside.url)
 
 
-def test_validate_prints_the_plan_without_heavy_imports(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_validate_prints_the_plan_without_heavy_imports(config: Path) -> None:
     program = (
         "import sys, time; began = time.perf_counter()\n"
         f"sys.argv = ['rftdask', 'validate', {str(config)!r}]\n"

@@ -53,9 +53,7 @@ def num_rows_by_explorer(folder: Path) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_two_explorers_share_a_run_and_one_is_killed(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_two_explorers_share_a_run_and_one_is_killed(config: Path, folder: Path) -> None:
     with (
         explore(config, "a") as first,
         explore(config, "b") as second,
@@ -81,9 +79,7 @@ def test_two_explorers_share_a_run_and_one_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_explorers_share_units_and_a_trainer_gets_all(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_two_explorers_share_units_and_a_trainer_gets_all(config: Path, folder: Path) -> None:
     with explore(config, "a") as first, explore(config, "b") as second:
         for explorer in (first, second):
             ended = explorer.end()

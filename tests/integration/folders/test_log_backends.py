@@ -79,8 +79,7 @@ def test_readers_of_a_run_find_its_log(runs: dict[str, Path], kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["file", "sql"])
-def test_a_killed_run_goes_on_and_ends_the_same(runs: dict[str, Path], kind: str, tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_a_killed_run_goes_on_and_ends_the_same(config: Path, runs: dict[str, Path], kind: str) -> None:
     settings = (*SETTINGS, f"buffer.trainer_input.experience_buffer.storage_type={kind}")
     with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
         run.wait_until(lambda: num_steps(run_folder(config)) >= 4)

@@ -44,9 +44,7 @@ def test_training_after_exploring_uses_everything(batch_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_during_exploration_ends_with_the_log(tmp_path: Path, batch_run: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_training_during_exploration_ends_with_the_log(config: Path, folder: Path, batch_run: Path) -> None:
     with runs.RunProcess("run", str(config), *SETTINGS, "mode=train") as trainer:
         trainer.wait_until(
             lambda: (folder / "log" / "trainer-rank-0.log").exists()
@@ -63,9 +61,7 @@ def test_training_during_exploration_ends_with_the_log(tmp_path: Path, batch_run
 
 
 @pytest.mark.slow
-def test_stopping_the_explorer_does_not_stop_another_trainer(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_stopping_the_explorer_does_not_stop_another_trainer(config: Path, folder: Path) -> None:
     settings = (*SETTINGS[1:], "buffer.total_steps=2000")
     with runs.RunProcess("run", str(config), *settings, "mode=explore") as explorer:
         explorer.wait_until(lambda: runs.num_shards(folder) > 0)

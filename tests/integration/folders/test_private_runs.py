@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.integration.run_cases import RunProcess, call_cli, run_folder, write_config
+from tests.integration.run_cases import RunProcess, call_cli, run_folder
 
 MASKLESS = "import os, sys; os.umask(0); os.execv(sys.executable, [sys.executable, '-m', 'rftdask', *sys.argv[1:]])"
 WORKFLOW = """
@@ -29,8 +29,7 @@ URL, KEY = "https://me:hunter2@judge/v1", "correct horse battery staple"
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_private_run_leaves_nothing_to_others_and_no_secret(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_a_private_run_leaves_nothing_to_others_and_no_secret(config: Path, tmp_path: Path) -> None:
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "judging.py").write_text(WORKFLOW)
     tree = yaml.safe_load(config.read_text())

@@ -21,8 +21,7 @@ CAPACITY = runs.BATCH_SIZE * runs.REPEAT_TIMES
 
 
 @pytest.mark.slow
-def test_replay_back_pressure_and_operators_work_together(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
+def test_replay_back_pressure_and_operators_work_together(config: Path) -> None:
     runs.finish(
         config,
         f"buffer.total_steps={STEPS}",
@@ -59,8 +58,7 @@ def assert_within_the_bound(folder: Path) -> None:
         assert (before - read) * runs.REPEAT_TIMES < CAPACITY, shard.name
 
 
-def test_a_failing_operator_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
+def test_a_failing_operator_ends_the_run_with_its_name(config: Path) -> None:
     wrong = "[{name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: accuracy, weight: much}]}}]"
     ended = runs.call_cli(
         "run", str(config), f"{PIPELINE}={{stage: commit, operators: {wrong}}}", "--progress", "plain"

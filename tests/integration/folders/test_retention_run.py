@@ -24,9 +24,7 @@ SETTINGS = (
 )
 
 
-def test_a_run_that_removes_trained_data_is_sound(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_a_run_that_removes_trained_data_is_sound(config: Path, folder: Path) -> None:
     runs.interrupt_when(lambda: len(ParquetLog(open_storage(str(folder))).removed()) > 10, config, *SETTINGS)
     removed = ParquetLog(open_storage(str(folder))).removed()
     status = runs.assert_sound(folder)
@@ -34,8 +32,7 @@ def test_a_run_that_removes_trained_data_is_sound(tmp_path: Path) -> None:
     assert runs.num_shards(folder) + len(removed) >= 2 * status["step"], "every work unit is there or was removed"
 
 
-def test_a_separate_trainer_also_removes_trained_shards(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
+def test_a_separate_trainer_also_removes_trained_shards(config: Path) -> None:
     settings = (
         "buffer.total_steps=12",
         "trainer.total_steps=null",

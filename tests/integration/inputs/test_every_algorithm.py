@@ -33,7 +33,7 @@ from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import checkpoint_steps
 from rftdask.trainer.rank import build_trainer
 from tests.integration.run_cases import BATCH_SIZE as NUM_TASKS
-from tests.integration.run_cases import assert_sound, finish, run_folder, write_config
+from tests.integration.run_cases import assert_sound, finish, run_folder
 
 BATCH_SIZE = 2
 STEPS = 2
@@ -238,8 +238,7 @@ def test_operators_of_the_config_drop_and_shape(world: World) -> None:
     assert (read_metrics(storage, "trainer")["num_rows"] == BATCH_SIZE * 8 / 2).all()
 
 
-def test_the_explorer_makes_the_greedy_baselines(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_the_explorer_makes_the_greedy_baselines(config: Path) -> None:
     finish(config, "algorithm.algorithm_type=remax", "trainer.total_steps=2")
     status = assert_sound(run_folder(config))
     assert status["experiences"].get("baseline") == 2 * NUM_TASKS, status["experiences"]

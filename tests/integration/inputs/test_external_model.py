@@ -15,8 +15,7 @@ pytest.importorskip("openai")
 EXTERNAL = ("model.external_model.enable=true", "model.external_model.model_name=m")
 
 
-def test_bench_measures_a_model_behind_an_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = write_config(tmp_path)
+def test_bench_measures_a_model_behind_an_api(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = (*EXTERNAL, "mode=bench", "explorer.rollout_model.engine_type=transformers")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
@@ -47,8 +46,7 @@ def test_nothing_is_trained_on_a_model_behind_an_api(tmp_path: Path, mode: str) 
 
 
 @pytest.mark.slow
-def test_a_wrong_key_is_an_error_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = write_config(tmp_path)
+def test_a_wrong_key_is_an_error_of_the_user(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with api_server("1") as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         monkeypatch.setenv("OPENAI_API_KEY", "wrong")

@@ -25,8 +25,7 @@ PIPELINE = (
 
 
 @pytest.mark.slow
-def test_rows_that_pass_a_pipeline_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = write_config(tmp_path)
+def test_rows_that_pass_a_pipeline_are_trained(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLACE, str(tmp_path / "none"))
     for command in ("validate", "run"):
         refused = call_cli(command, str(config), *SHORT, *PIPELINE)

@@ -16,9 +16,7 @@ from tests.integration import run_cases as runs
 pytestmark = pytest.mark.slow
 
 
-def test_the_suggested_command_skips_a_batch_with_a_lost_shard(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_the_suggested_command_skips_a_batch_with_a_lost_shard(config: Path, folder: Path) -> None:
     settings = ("trainer.save_interval=100", "trainer.max_restarts=0", "explorer.eval_interval=100")
     with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
         run.wait_until(lambda: runs.num_steps(folder) >= 3)

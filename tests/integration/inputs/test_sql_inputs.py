@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.reports.lineage.tables import RunTables
 from rftdask.storage import open_storage
-from tests.integration.run_cases import call_cli, finish, run_folder, write_config
+from tests.integration.run_cases import call_cli, finish, run_folder
 
 SHORT = ("buffer.explorer_input.eval_tasksets=[]", "trainer.total_steps=3", "trainer.save_interval=3")
 SFT = (
@@ -49,8 +49,7 @@ def trained(folder: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_a_taskset_in_a_table_is_run_row_by_row(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_a_taskset_in_a_table_is_run_row_by_row(config: Path, tmp_path: Path) -> None:
     at = "buffer.explorer_input.taskset"
     url = to_table(tmp_path / "tasks.jsonl", "sums")
     finish(config, *SHORT, f"{at}.name=sums", f"{at}.storage_type=sql", f"{at}.path={url}")
@@ -58,8 +57,7 @@ def test_a_taskset_in_a_table_is_run_row_by_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sft_reads_a_table_and_refuses_a_changed_one(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_sft_reads_a_table_and_refuses_a_changed_one(config: Path, tmp_path: Path) -> None:
     at = "buffer.trainer_input.experience_buffer"
     url = to_table(tmp_path / "tasks.jsonl", "shown")
     table = (*SFT, f"{at}.storage_type=sql", f"{at}.path={url}", f"{at}.subset_name=shown")
@@ -75,8 +73,7 @@ def test_sft_reads_a_table_and_refuses_a_changed_one(tmp_path: Path) -> None:
     assert again.code == 2 and "taskset dataset: rows or their order changed" in again.err
 
 
-def test_a_missing_table_is_reported_before_anything_starts(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_a_missing_table_is_reported_before_anything_starts(config: Path, tmp_path: Path) -> None:
     url = to_table(tmp_path / "tasks.jsonl", "tasks")
     at = "buffer.explorer_input.taskset"
     ended = call_cli("run", str(config), f"{at}.storage_type=sql", f"{at}.path={url}", f"{at}.subset_name=task")

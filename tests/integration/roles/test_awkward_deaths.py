@@ -34,11 +34,6 @@ print(len(experiment.metrics("trainer")), "steps")
 """
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return runs.write_config(tmp_path)
-
-
 def workers(run: runs.RunProcess) -> list[psutil.Process]:
     """Return the processes that the fork server has forked so far."""
     below = [process for process in run.survivors() if process.pid != run.process.pid]
@@ -83,8 +78,7 @@ def test_a_run_ended_during_cluster_start_returns_its_code(
     runs.finish_alone(config, "trainer.total_steps=2")
 
 
-def test_sighup_ends_a_run_with_a_checkpoint(config: Path) -> None:
-    folder = runs.run_folder(config)
+def test_sighup_ends_a_run_with_a_checkpoint(folder: Path, config: Path) -> None:
     with runs.RunProcess("run", str(config), "trainer.total_steps=5000", "trainer.save_interval=0") as run:
         run.wait_until(lambda: runs.num_steps(folder) >= 3)
         send(signal.SIGHUP)(run)
@@ -105,8 +99,8 @@ def test_a_worker_killed_during_cluster_start_is_restarted(config: Path) -> None
 
 def test_without_a_trainer_a_killing_task_does_not_end_the_run(config: Path, tmp_path: Path) -> None:
     settings = ("mode=explore", "buffer.total_steps=2", "explorer.sandbox.mode=never")
-    poison = {"POISON_FILE": str(tmp_path / "deaths"), "PYTHONPATH": f"{os.getcwd()}:{Path(__file__).parent}"}
-    workflow = "buffer.explorer_input.default_workflow_type=poison_workflow.poisonous"
+    poison = {"POISON_FILE": str(tmp_path / "deaths")}
+    workflow = "buffer.explorer_input.default_workflow_type=tests.integration.roles.poison_workflow.poisonous"
     with runs.RunProcess("run", str(config), *settings, workflow, "--progress", "plain", env=poison) as run:
         ended = run.end()
         run.wait_for_no_survivors()

@@ -39,26 +39,16 @@ SETTINGS = (
     "trainer.save_interval=5",
     "explorer.eval_interval=100",
     "explorer.eval_on_startup=false",
-    "buffer.explorer_input.default_workflow_type=slow_workflow.uneven",
+    "buffer.explorer_input.default_workflow_type=tests.integration.roles.slow_workflow.uneven",
     "cluster.num_cpus=4",
 )
 WORKER = "distributed.cli.dask_worker"
 
 
-@pytest.fixture(autouse=True)
-def workflows(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = str(Path(__file__).parent)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{folder}")
-
-
-ENV = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = runs.write_config(tmp_path_factory.mktemp("undisturbed"))
-    with runs.RunProcess("run", str(config), *SETTINGS, env=ENV) as run:
+    with runs.RunProcess("run", str(config), *SETTINGS) as run:
         assert run.end().code == 0
     return runs.run_folder(config)
 
@@ -71,11 +61,9 @@ def has_engine(worker: psutil.Process) -> bool:
         return False
 
 
-def test_a_run_grows_to_max_workers_and_survives_losing_one(tmp_path: Path, undisturbed: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_a_run_grows_to_max_workers_and_survives_losing_one(config: Path, folder: Path, undisturbed: Path) -> None:
     workers = ("explorer.min_workers=1", "explorer.max_workers=2")
-    with runs.RunProcess("run", str(config), *SETTINGS, *workers, "--progress", "plain", env=ENV) as run:
+    with runs.RunProcess("run", str(config), *SETTINGS, *workers, "--progress", "plain") as run:
         run.wait_until(lambda: len(run.children(runs.ENGINE)) == 2)
         runs.worker_of(run.children(runs.ENGINE)[-1]).kill()
         ended = run.end()
@@ -150,9 +138,9 @@ def test_only_the_task_that_kills_its_worker_is_set_aside(tmp_path: Path) -> Non
         "explorer.eval_on_startup=false",
         "explorer.eval_interval=100",
         "explorer.sandbox.mode=never",
-        "buffer.explorer_input.default_workflow_type=poison_workflow.poisonous",
+        "buffer.explorer_input.default_workflow_type=tests.integration.roles.poison_workflow.poisonous",
     )
-    env = {**ENV, "POISON_FILE": str(kills)}
+    env = {"POISON_FILE": str(kills)}
     with runs.RunProcess("run", str(config), *settings, "--progress", "plain", env=env) as run:
         ended = run.end()
     assert ended.code == 0, ended

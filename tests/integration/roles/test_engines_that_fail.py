@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.run_cases import RunProcess, run_folder, status_of, write_config
+from tests.integration.run_cases import RunProcess, run_folder, status_of
 from tests.unit.engines.plugins.broken_engine import AT, CAUSE, HOW
 
 pytestmark = pytest.mark.slow
@@ -17,8 +17,7 @@ ENGINE = "tests.unit.engines.plugins.broken_engine.BrokenEngine"
 
 # One engine reports the reason at its first request after loading weights; of the other only its end is known.
 @pytest.mark.parametrize(("how", "at"), [("says", "loaded"), ("ends", "long")])
-def test_two_engines_failing_for_one_reason_end_the_run(tmp_path: Path, how: str, at: str) -> None:
-    config = write_config(tmp_path)
+def test_two_engines_failing_for_one_reason_end_the_run(config: Path, how: str, at: str) -> None:
     broken = (f"explorer.rollout_model.engine_type={ENGINE}", f"explorer.env_vars={{{HOW}: {how}, {AT}: {at}}}")
     with RunProcess("run", str(config), *broken, "--progress", "plain") as run:
         ended = run.end()

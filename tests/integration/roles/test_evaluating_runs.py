@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.run_cases import RunProcess, assert_sound, num_shards, num_steps, run_folder, write_config
-
-ENV = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
+from tests.integration.run_cases import RunProcess, assert_sound, num_shards, num_steps, run_folder
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_an_evaluation_is_under_way(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_training_goes_on_while_an_evaluation_is_under_way(config: Path, tmp_path: Path) -> None:
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(4000)]  # many minutes of evaluation
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = run_folder(config)
@@ -22,9 +19,9 @@ def test_training_goes_on_while_an_evaluation_is_under_way(tmp_path: Path) -> No
         "trainer.total_steps=500",
         "explorer.eval_interval=500",
         "explorer.sandbox.mode=never",
-        "buffer.explorer_input.default_eval_workflow_type=slow_workflow.slow",
+        "buffer.explorer_input.default_eval_workflow_type=tests.integration.roles.slow_workflow.slow",
     )
-    with RunProcess("run", str(config), *settings, env=ENV) as run:
+    with RunProcess("run", str(config), *settings) as run:
         run.wait_until(lambda: num_eval_shards(folder) >= 2)
         steps = num_steps(folder)
         run.wait_until(lambda: num_steps(folder) >= steps + 5)

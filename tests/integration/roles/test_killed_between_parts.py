@@ -27,7 +27,7 @@ SETTINGS = (
     "trainer.save_interval=3",
     "explorer.eval_interval=100",
     "explorer.tasks_per_batch=4",
-    "buffer.explorer_input.default_workflow_type=slow_workflow.uneven",
+    "buffer.explorer_input.default_workflow_type=tests.integration.roles.slow_workflow.uneven",
     "--progress",
     "plain",
 )
@@ -50,21 +50,19 @@ def is_paused_half_done(run: RunProcess, folder: Path) -> bool:
     return False
 
 
-def test_a_run_killed_between_parts_of_a_batch_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    path = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
+def test_a_run_killed_between_parts_of_a_batch_ends_the_same(tmp_path: Path) -> None:
     whole, parts = write_config(tmp_path / "whole"), write_config(tmp_path / "parts")
-    with RunProcess("run", str(whole), "explorer.max_commit_delay_s=null", *SETTINGS, env=path) as run:
+    with RunProcess("run", str(whole), "explorer.max_commit_delay_s=null", *SETTINGS) as run:
         assert run.end().code == 0
     folder = run_folder(parts)
     settings = ("run", str(parts), "explorer.max_commit_delay_s=0.01", *SETTINGS)
     for _ in range(2):
-        with RunProcess(*settings, env=path) as run:
+        with RunProcess(*settings) as run:
             run.wait_until(lambda run=run: is_paused_half_done(run, folder))
             run.kill()
             run.wait_for_no_survivors()
             assert num_half_done(folder) > 0
-    with RunProcess(*settings, env=path) as run:
+    with RunProcess(*settings) as run:
         ended = run.end()
     assert ended.code == 0, ended
     names = ParquetLog(open_storage(str(folder))).shards()

@@ -31,11 +31,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.run_folder(config)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return runs.write_config(tmp_path)
-
-
 DELTAS, MEMORY = "synchronizer.full_publish_interval=5", "synchronizer.sync_method=memory"
 
 
@@ -55,8 +50,9 @@ def random_moments() -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [DELTAS, pytest.param(MEMORY, marks=pytest.mark.long)])
-def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undisturbed: Path, method: str) -> None:
-    folder = runs.run_folder(config)
+def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(
+    folder: Path, config: Path, undisturbed: Path, method: str
+) -> None:
     moments = list(random_moments())
     for step in moments:
         with start(config, method) as run:
@@ -72,8 +68,9 @@ def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undist
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [DELTAS, pytest.param(MEMORY, marks=pytest.mark.long)])
-def test_a_run_survives_losing_engine_trainer_and_worker(config: Path, undisturbed: Path, method: str) -> None:
-    folder = runs.run_folder(config)
+def test_a_run_survives_losing_engine_trainer_and_worker(
+    folder: Path, config: Path, undisturbed: Path, method: str
+) -> None:
     with start(config, method) as run:
         run.wait_until(lambda: runs.num_steps(folder) >= 3)
         (engine,) = run.children(runs.ENGINE)

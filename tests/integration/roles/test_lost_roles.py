@@ -47,9 +47,7 @@ def explored(folder: Path) -> tuple[int, int]:
     return len(done), max((step for step, _ in done), default=0)
 
 
-def test_explorers_without_a_trainer_stop_at_the_staleness_bound(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_explorers_without_a_trainer_stop_at_the_staleness_bound(config: Path, folder: Path) -> None:
     settings = ("synchronizer.sync_style=fully_async", "synchronizer.max_staleness=3", "trainer.total_steps=20")
     settings = (*settings, "explorer.eval_interval=100")
     rules = make_sync_rules(load_config(config, settings))
@@ -74,9 +72,7 @@ def test_explorers_without_a_trainer_stop_at_the_staleness_bound(tmp_path: Path)
     assert runs.assert_sound(folder)["step"] == 20
 
 
-def test_orphans_of_a_killed_driver_end_and_the_run_resumes(tmp_path: Path, plain: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_orphans_of_a_killed_driver_end_and_the_run_resumes(config: Path, folder: Path, plain: Path) -> None:
     with runs.RunProcess("run", str(config), *SETTINGS) as run:
         run.wait_until(lambda: runs.num_steps(folder) >= 5)
         run.process.kill()  # only the driver: nobody notifies the workers
@@ -85,9 +81,7 @@ def test_orphans_of_a_killed_driver_end_and_the_run_resumes(tmp_path: Path, plai
     assert_same_end(config, plain)
 
 
-def test_a_run_whose_storage_vanished_stops_and_resumes_later(tmp_path: Path, plain: Path) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
+def test_a_run_whose_storage_vanished_stops_and_resumes_later(config: Path, folder: Path, plain: Path) -> None:
     away = folder.with_name("away")
     with runs.RunProcess("run", str(config), *SETTINGS) as run:
         run.wait_until(lambda: runs.num_steps(folder) >= 5)

@@ -36,21 +36,15 @@ SETTINGS = (
     "explorer.eval_interval=100",
     "explorer.max_commit_delay_s=0.01",
     "explorer.sandbox.mode=never",
-    "buffer.explorer_input.default_workflow_type=slow_workflow.tailed",
+    "buffer.explorer_input.default_workflow_type=tests.integration.roles.slow_workflow.tailed",
     "--progress",
     "plain",
 )
 ASYNC = ("synchronizer.sync_style=fully_async", "synchronizer.max_staleness=6")
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return runs.write_config(tmp_path)
-
-
 def start(config: Path, *more: str) -> runs.RunProcess:
-    path = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
-    return runs.RunProcess("run", str(config), *SETTINGS, *more, env=path)
+    return runs.RunProcess("run", str(config), *SETTINGS, *more)
 
 
 def num_half_done(folder: Path) -> int:
@@ -74,8 +68,7 @@ def assert_all_once(folder: Path) -> None:
     assert len(settled) == STEPS * runs.BATCH_SIZE * runs.REPEAT_TIMES
 
 
-def test_killing_overlapping_units_loses_and_repeats_nothing(config: Path) -> None:
-    folder = runs.run_folder(config)
+def test_killing_overlapping_units_loses_and_repeats_nothing(folder: Path, config: Path) -> None:
     for _ in range(2):
         with start(config, *ASYNC) as run:
             wait_for_overlap(run, folder)
@@ -98,12 +91,11 @@ def test_killing_overlapping_units_loses_and_repeats_nothing(config: Path) -> No
     assert occupancy.between(0.0, 1.0).all()
 
 
-def test_responses_spanning_versions_are_trained_once_in_bounds(config: Path) -> None:
-    folder = runs.run_folder(config)
+def test_responses_spanning_versions_are_trained_once_in_bounds(folder: Path, config: Path) -> None:
     turns = (
         "synchronizer.load_in_flight=true",
-        "buffer.explorer_input.default_workflow_type=slow_workflow.two_turns",
-        "buffer.explorer_input.default_eval_workflow_type=slow_workflow.examined",
+        "buffer.explorer_input.default_workflow_type=tests.integration.roles.slow_workflow.two_turns",
+        "buffer.explorer_input.default_eval_workflow_type=tests.integration.roles.slow_workflow.examined",
         "explorer.eval_interval=2",
     )
     with start(config, *ASYNC, *turns) as run:
@@ -136,13 +128,12 @@ def rows(log: ParquetLog, name: ShardName) -> list[dict[str, Any]]:
     return log.read(name, ["min_policy_version", "max_policy_version", "version_starts"]).to_pylist()
 
 
-def test_cancelled_rollouts_are_in_the_ledger_with_the_reason(config: Path) -> None:
-    folder = runs.run_folder(config)
+def test_cancelled_rollouts_are_in_the_ledger_with_the_reason(folder: Path, config: Path) -> None:
     enough = (
         "explorer.tasks_per_batch=4",
         "explorer.over_rollout.ratio=0.25",
         "explorer.over_rollout.wait_after_min=0.4",
-        "buffer.explorer_input.default_workflow_type=slow_workflow.one_late",
+        "buffer.explorer_input.default_workflow_type=tests.integration.roles.slow_workflow.one_late",
     )
     for _ in range(2):
         with start(config, *ASYNC, *enough) as run:
@@ -173,8 +164,7 @@ def test_cancelled_rollouts_are_in_the_ledger_with_the_reason(config: Path) -> N
     assert (again.code, again.out.splitlines()[-1:]) == (0, [f"bit-equal with lineage main at step {STEPS}"]), again
 
 
-def test_units_of_style_fixed_do_not_overlap(config: Path) -> None:
-    folder = runs.run_folder(config)
+def test_units_of_style_fixed_do_not_overlap(folder: Path, config: Path) -> None:
     seen = set()
 
     def has_ended() -> bool:
@@ -197,10 +187,8 @@ def test_as_many_rollouts_are_under_way_as_there_are_slots(config: Path, tmp_pat
         "explorer.rollout_model.engine_type=tests.integration.serving.slow_served_engine.SlowEngine",
         f"explorer.slots_per_engine={slots}",
     )
-    environment = {"PYTHONPATH": str(Path.cwd()), CALLS: str(tmp_path / "calls")}
-    with runs.RunProcess(
-        "run", str(config), *settings, *engine, "synchronizer.sync_style=fully_async", env=environment
-    ) as run:
+    environment = {CALLS: str(tmp_path / "calls")}
+    with runs.RunProcess("run", str(config), *settings, *engine, ASYNC[0], env=environment) as run:
         ended = run.end()
     assert ended.code == 0, ended
     [told] = (tmp_path / "calls").iterdir()

@@ -82,8 +82,7 @@ def serve(config: Path, *more: str) -> runs.RunProcess:
     return runs.RunProcess("serve", str(config), "--port", "0", *more, env=ENV)
 
 
-def test_a_rewarded_session_outlives_kill_9_and_is_trained(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
+def test_a_rewarded_session_outlives_kill_9_and_is_trained(config: Path) -> None:
     sessions = [
         (f"s{task}-{n}", f"task {task}", task + n / 10)
         for task in range(runs.BATCH_SIZE)
@@ -184,8 +183,7 @@ def test_rewarded_sessions_are_logged_once_despite_kills(
     assert status["step"] == num_steps_in_all and status["experiences"]["trained"] == len(sessions)
 
 
-def test_newer_weights_are_served_and_turns_record_their_version(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
+def test_newer_weights_are_served_and_turns_record_their_version(config: Path) -> None:
     with serve(config) as run:
         served = Served(run)
         said = served.ask("s", "1")
@@ -210,8 +208,7 @@ def use_as_the_page_shows(served: Served) -> None:
         client.close()
 
 
-def test_a_run_that_was_moved_is_served_where_it_is(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
+def test_a_run_that_was_moved_is_served_where_it_is(config: Path, tmp_path: Path) -> None:
     with serve(config) as run:
         Served(run)
         run.process.terminate()
@@ -299,8 +296,7 @@ def test_a_served_model_that_reads_images_trains_on_them(tmp_path: Path) -> None
     assert len(steps) == 1 and steps.grad_norm[0] > 0 and abs(steps.mismatch_kl[0]) < 1e-6
 
 
-def test_mode_serve_is_served_by_run_and_needs_no_tasks(tmp_path: Path) -> None:
-    config = runs.write_config(tmp_path)
+def test_mode_serve_is_served_by_run_and_needs_no_tasks(config: Path) -> None:
     tree = yaml.safe_load(config.read_text())
     del tree["buffer"]["explorer_input"]
     tree["explorer"]["proxy_port"] = 0

@@ -14,19 +14,13 @@ import pytest
 from tests.integration import run_cases as runs
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return runs.write_config(tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ask", "code"), [(runs.RunProcess.interrupt, 130), (runs.RunProcess.terminate, 143)], ids=["Ctrl-C", "SIGTERM"]
 )
 def test_a_stopped_run_writes_a_checkpoint_and_can_continue(
-    config: Path, ask: Callable[[runs.RunProcess], None], code: int
+    folder: Path, config: Path, ask: Callable[[runs.RunProcess], None], code: int
 ) -> None:
-    folder = runs.run_folder(config)
     settings = ("trainer.total_steps=150", "trainer.save_interval=0")
     with runs.RunProcess("run", str(config), *settings) as run:
         run.wait_until(lambda: runs.num_steps(folder) >= 3)
@@ -44,8 +38,7 @@ def test_a_stopped_run_writes_a_checkpoint_and_can_continue(
 
 
 @pytest.mark.slow
-def test_a_running_folder_refuses_a_second_start_and_goes_on(config: Path) -> None:
-    folder = runs.run_folder(config)
+def test_a_running_folder_refuses_a_second_start_and_goes_on(folder: Path, config: Path) -> None:
     settings = ("trainer.total_steps=5000", "buffer.total_epochs=5000")
     with runs.RunProcess("run", str(config), *settings) as run:
         run.wait_until(lambda: runs.num_steps(folder) >= 1)

@@ -245,8 +245,7 @@ def test_a_killed_engine_is_replaced_and_servers_leave_none(tmp_path: Path, call
     assert sessions_in_log(config) == 3
 
 
-def test_a_worker_that_joins_speaks_tls_with_its_server(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+def test_a_worker_that_joins_speaks_tls_with_its_server(config: Path) -> None:
     tree = yaml.safe_load(config.read_text())
     tree["explorer"]["rollout_model"]["engine_type"] = "tests.integration.serving.slow_served_engine.SlowEngine"
     config.write_text(yaml.safe_dump({**tree, "cluster": {"type": "joined"}}))

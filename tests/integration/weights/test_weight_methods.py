@@ -227,8 +227,7 @@ def settings(machines: Machines, method: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("method", ["memory", "nccl"])
-def test_a_run_over_machines_trains_the_same(tmp_path: Path, settings: tuple[str, ...], by_files: Path) -> None:
-    config = runs.write_config(tmp_path)
+def test_a_run_over_machines_trains_the_same(config: Path, settings: tuple[str, ...], by_files: Path) -> None:
     runs.finish_alone(config, *settings)
     folder = runs.run_folder(config)
     assert runs.assert_same_run(folder, by_files)["step"] == STEPS
@@ -238,10 +237,8 @@ def test_a_run_over_machines_trains_the_same(tmp_path: Path, settings: tuple[str
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["memory", "nccl"])
 def test_a_run_without_held_weights_continues_with_files(
-    machines: Machines, tmp_path: Path, by_files: Path, method: str, settings: tuple[str, ...]
+    config: Path, folder: Path, machines: Machines, by_files: Path, method: str, settings: tuple[str, ...]
 ) -> None:
-    config = runs.write_config(tmp_path)
-    folder = runs.run_folder(config)
     disconnect, disconnected = parties.reach_no_rank, ENGINES
     if method == "memory":
         disconnect, disconnected = parties.give_nothing, (TRAINER,)
