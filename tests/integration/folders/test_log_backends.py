@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.cluster.layout import plan_layout
-from rftdask.cluster.local import LocalCluster
-from rftdask.config import load_config
 from rftdask.driver.experiment import Experiment
-from rftdask.driver.preflight import check_inputs
-from rftdask.driver.stage import StageRun
-from rftdask.run.run_folder import open_run
-from rftdask.storage import open_storage
+from tests.integration.local_stage import local_cluster, make_stage
 from tests.integration.run_cases import (
     RunProcess,
     assert_sound,
@@ -39,15 +33,10 @@ SETTINGS = ("trainer.total_steps=10", "buffer.total_steps=10")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """The folder of a run of each kind, on one cluster."""
     folders = {}
-    layout = plan_layout([load_config(write_config(tmp_path_factory.mktemp("layout")))], 2)
-    with LocalCluster(layout) as cluster:
+    with local_cluster(tmp_path_factory.mktemp("layout")) as cluster:
         for kind in ("queue", "file", "sql"):
             path = write_config(tmp_path_factory.mktemp(kind))
-            config = load_config(path, [*SETTINGS, f"buffer.trainer_input.experience_buffer.storage_type={kind}"])
-            sizes = check_inputs([config])[0].sizes
-            storage = open_storage(config.checkpoint_job_dir)
-            config = open_run(storage, config)
-            StageRun(config, storage, cluster, layout, sizes, lambda event: None, f"{storage.url}/log").run()
+            make_stage(path, [*SETTINGS, f"buffer.trainer_input.experience_buffer.storage_type={kind}"], cluster).run()
             folders[kind] = run_folder(path)
         yield folders
 

@@ -10,38 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.cluster.layout import plan_layout
 from rftdask.cluster.local import LocalCluster
-from rftdask.config import Config, load_config
-from rftdask.driver.preflight import check_inputs
-from rftdask.driver.stage import StageRun
-from rftdask.monitor.events import Event
+from rftdask.config import load_config
 from rftdask.monitor.metrics import read_metrics
-from rftdask.run.run_folder import open_run
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import make_sync_rules
 from tests.integration import run_cases as runs
+from tests.integration.local_stage import local_cluster, make_stage
 
 STEPS = 10
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    config = load_config(runs.write_config(tmp_path_factory.mktemp("layout")))
-    with LocalCluster(plan_layout([config], 2)) as cluster:
+    with local_cluster(tmp_path_factory.mktemp("layout")) as cluster:
         yield cluster
-
-
-def run_stage(cluster: LocalCluster, config: Config) -> list[Event]:
-    """Run the stage to its end and return the events of its roles."""
-    events: list[Event] = []
-    storage = open_storage(config.checkpoint_job_dir)
-    config = open_run(storage, config)
-    sizes = check_inputs([config])[0].sizes
-    run = StageRun(config, storage, cluster, plan_layout([config], 2), sizes, events.append, f"{storage.url}/log")
-    result = run.run()
-    assert (result.step, result.stopped) == (STEPS, False)
-    return events
 
 
 @pytest.mark.parametrize(
@@ -60,14 +43,13 @@ def run_stage(cluster: LocalCluster, config: Config) -> list[Event]:
     ids=str,
 )
 def test_a_style_runs_to_its_end_within_its_staleness_bound(
-    cluster: LocalCluster, tmp_path: Path, style: str, settings: dict[str, int]
+    cluster: LocalCluster, config: Path, folder: Path, style: str, settings: dict[str, int]
 ) -> None:
-    path = runs.write_config(tmp_path)
-    overrides = [f"synchronizer.{key}={value}" for key, value in settings.items()]
-    config = load_config(path, [f"synchronizer.sync_style={style}", f"trainer.total_steps={STEPS}", *overrides])
-    run_stage(cluster, config)
+    keys = [f"synchronizer.{key}={value}" for key, value in settings.items()]
+    overrides = [f"synchronizer.sync_style={style}", f"trainer.total_steps={STEPS}", *keys]
+    result = make_stage(config, overrides, cluster).run()
+    assert (result.step, result.stopped) == (STEPS, False)
 
-    folder = runs.run_folder(path)
     status = runs.assert_sound(folder)
     assert runs.num_steps(folder) == STEPS
     assert status["experiences"]["trained"] > 0
@@ -76,6 +58,6 @@ def test_a_style_runs_to_its_end_within_its_staleness_bound(
     assert runs.read_number(folder / "latest_state_dict_iteration.txt") == STEPS
     metrics = read_metrics(open_storage(folder), "trainer")
     assert metrics["step"].tolist() == list(range(1, STEPS + 1))
-    assert metrics["staleness_max"].max() <= make_sync_rules(config).staleness_bound
+    assert metrics["staleness_max"].max() <= make_sync_rules(load_config(config, overrides)).staleness_bound
     if style == "fixed":
         assert set(metrics["num_rows"]) == {runs.BATCH_SIZE * runs.REPEAT_TIMES}, "style fixed drops nothing"

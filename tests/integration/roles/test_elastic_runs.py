@@ -20,16 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rftdask.cluster.layout import plan_layout
 from rftdask.cluster.local import LocalCluster
-from rftdask.config import load_config
 from rftdask.driver.experiment import Experiment
-from rftdask.driver.preflight import check_inputs
-from rftdask.driver.stage import StageRun
 from rftdask.monitor.events import Event, Note
-from rftdask.run.run_folder import open_run
-from rftdask.storage import open_storage
 from tests.integration import run_cases as runs
+from tests.integration.local_stage import local_cluster, make_stage
 
 pytestmark = pytest.mark.slow
 
@@ -77,8 +72,7 @@ def test_a_run_grows_to_max_workers_and_survives_losing_one(config: Path, folder
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    config = load_config(runs.write_config(tmp_path / "layout"))
-    with LocalCluster(plan_layout([config], 2), tls=False) as cluster:  # a worker from outside has no keys
+    with local_cluster(tmp_path / "layout", tls=False) as cluster:  # a worker from outside has no keys
         yield cluster
 
 
@@ -98,14 +92,8 @@ def test_an_external_worker_takes_batches_and_may_be_killed(
 ) -> None:
     path = runs.write_config(tmp_path)
     folder = runs.run_folder(path)
-    config = load_config(path, SETTINGS)
-    storage = open_storage(config.checkpoint_job_dir)
-    config = open_run(storage, config)
-    sizes = check_inputs([config])[0].sizes
     events: list[Event] = []
-    layout = plan_layout([config], 2)
-    stage = StageRun(config, storage, cluster, layout, sizes, events.append, f"{folder}/log")
-    running = threading.Thread(target=stage.run)
+    running = threading.Thread(target=make_stage(path, SETTINGS, cluster, events.append).run)
     running.start()
     address = cluster.client.scheduler.address
     options = ("--resources", "explorer=1", "--nthreads", "1", "--no-nanny", "--no-dashboard", "--name", "late")
