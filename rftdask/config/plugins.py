@@ -412,7 +412,8 @@ def _place(module: str) -> Path | None:
     if spec is None or spec.origin is None:
         return None
     path = Path(spec.origin).parent.joinpath(*inner)
-    return path if path.is_dir() else path.with_suffix(".py")
+    # A folder may be left of a removed package, with nothing but an old __pycache__.
+    return path if (path / "__init__.py").exists() else path.with_suffix(".py")
 
 
 @cache

@@ -348,3 +348,11 @@ def test_registered_parts_are_read_from_their_source(folder: Path, monkeypatch: 
     fast = find_part("engine", "fast", parts)
     assert fast(limit=3).scale == 1.0
     assert list(parts["fast"].parameters) == list(parameters_of(fast) or ())
+
+
+def test_a_folder_left_of_a_removed_package_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    (folder / "moved_parts" / "losses" / "__pycache__").mkdir(parents=True)
+    (folder / "moved_parts" / "__init__.py").touch()
+    (folder / "moved_parts" / "losses.py").write_text('@loss("mine")\ndef mine():\n    pass\n')
+    assert set(plugins.read_functions("moved_parts.losses", "loss")) == {"mine"}
