@@ -18,15 +18,7 @@ from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
 from rftdask.errors import EngineError, RftError, RoleError
-from rftdask.models.tinker_service import (
-    ANSWER_TIMEOUT_S,
-    ask,
-    open_sampler,
-    open_service,
-    read_sampler_path,
-    response_logprobs,
-    result_of,
-)
+from rftdask.models.tinker_service import ANSWER_TIMEOUT_S, TinkerService, read_sampler_path
 
 _LOOK_S = 0.05
 """Seconds between polls for new requests."""
@@ -57,8 +49,8 @@ class TinkerEngine(Engine):
 
     def __init__(self, base_model: str, base_url: str | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._base_model, self._timeout_s = base_model, timeout_s
-        self._service = open_service(base_url, timeout_s=timeout_s, lost=EngineError)
-        self._sampler = open_sampler(self._service, base_model=base_model, timeout_s=timeout_s, lost=EngineError)
+        self._service = TinkerService(base_url, timeout_s=timeout_s, lost=EngineError)
+        self._sampler = self._service.open_sampler(base_model=base_model)
 
     @classmethod
     def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> TinkerEngine:
@@ -117,7 +109,7 @@ class TinkerEngine(Engine):
         return answer
 
     def _generation(self, done: _UnderWay) -> Generation:
-        response = result_of("it samples", done.answer, timeout_s=self._timeout_s, lost=EngineError)
+        response = self._service.result_of("it samples", done.answer)
         [sequence] = response.sequences
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
             raise EngineError(f"{self} returned no logprobs of the sampled tokens")
@@ -130,15 +122,13 @@ class TinkerEngine(Engine):
         )
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
-        path = read_sampler_path(files)
-        self._sampler = open_sampler(self._service, path=path, timeout_s=self._timeout_s, lost=EngineError)
+        self._sampler = self._service.open_sampler(path=read_sampler_path(files))
         self.policy_version = version
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         """See Engine."""
-        told = response_logprobs(self._sampler, pairs, timeout_s=self._timeout_s, lost=EngineError)
-        return [tuple(logprobs) for logprobs in told]
+        return [tuple(logprobs) for logprobs in self._service.response_logprobs(self._sampler, pairs)]
 
     def close(self) -> None:
         with suppress(RftError):
-            ask("its session ends", lambda: self._service.close("success").result(), timeout_s=_CLOSE_S)
+            self._service.ask("its session ends", lambda: self._service.client.close("success").result(), _CLOSE_S)

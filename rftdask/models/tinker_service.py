@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rftdask.errors import DataError, NotInstalledError, ProcessLostError, RftError, UserError
 
@@ -30,9 +30,6 @@ heartbeat timeout of a trainer rank."""
 _REFUSED = (400, 401, 402, 403, 404, 405, 413, 422)
 """Status codes that a retry would get again."""
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
 
 def require_key() -> str:
     """Return the key. Raises: UserError: it is not set."""
@@ -42,139 +39,118 @@ def require_key() -> str:
     return key
 
 
-def open_service(
-    base_url: str | None, *, timeout_s: float = ANSWER_TIMEOUT_S, lost: type[RftError] = ProcessLostError
-) -> ServiceClient:
-    """Open a session at the service, which ends with this process. base_url: None: the hosted service.
+class TinkerService:
+    """A session at the service, which ends with this process. Every request has a deadline."""
 
-    Raises: UserError: no key, no package, or the service rejects the request; `lost`: see `ask`.
-    """
-    key = require_key()
-    try:
-        from tinker import ServiceClient  # late: an optional package
-    except ImportError as error:
-        raise NotInstalledError(
-            f"model.tinker needs the package tinker: pip install 'rftdask[tinker]' ({error})"
-        ) from error
+    def __init__(
+        self, base_url: str | None, *, timeout_s: float = ANSWER_TIMEOUT_S, lost: type[RftError] = ProcessLostError
+    ) -> None:
+        """Open the session.
 
-    def connect() -> ServiceClient:
-        service = ServiceClient(base_url=base_url, api_key=key)
-        service.holder  # noqa: B018 (opens the session, which otherwise waits for the first request)
-        return service
-
-    return ask("opening a session", connect, timeout_s=timeout_s, lost=lost)
-
-
-class Answer(Protocol[T_co]):
-    """Pending answer: the part of the SDK's futures that `result_of` uses."""
-
-    def result(self, timeout: float | None = None) -> T_co:
-        """Wait for the result. Raises: TimeoutError."""
-
-
-def result_of(
-    doing: str,
-    answer: Answer[T],
-    *,
-    timeout_s: float = ANSWER_TIMEOUT_S,
-    lost: type[RftError] = ProcessLostError,
-) -> T:
-    """Wait for an answer of the service.
-
-    Args:
-        doing: the request, for error texts: "while <doing>".
-        lost: class of the error to raise if the service fails or does not answer.
-    Raises: UserError: the service rejects the request; `lost`; errors of the answer itself.
-    """
-    import tinker  # late, as above
-    from tinker.lib.retryable_exception import RetryableException
-
-    try:
-        return answer.result(timeout_s)
-    except TimeoutError as error:
-        raise lost(f"the Tinker service did not respond for {timeout_s:.0f} s while {doing}") from error
-    except (tinker.APIStatusError, tinker.RequestFailedError) as error:
-        refused = (
-            error.category is tinker.types.RequestErrorCategory.User
-            if isinstance(error, tinker.RequestFailedError)
-            else error.status_code in _REFUSED
-        )
-        if refused:
-            raise UserError(f"the Tinker service rejected the request while {doing}: {_first_line(error)}") from error
-        raise lost(f"the Tinker service failed while {doing}: {_first_line(error)}") from error
-    except (tinker.APIConnectionError, RetryableException) as error:
-        raise lost(f"the Tinker service cannot be reached while {doing}: {_first_line(error)}") from error
-    except tinker.TinkerError as error:
-        raise UserError(f"model.tinker, while {doing}: {_first_line(error)}") from error
-
-
-def ask(
-    doing: str,
-    call: Callable[[], T],
-    *,
-    timeout_s: float = ANSWER_TIMEOUT_S,
-    lost: type[RftError] = ProcessLostError,
-) -> T:
-    """Call a function of the SDK that has no deadline of its own; arguments and errors as in `result_of`."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
+        Args:
+            base_url: None: the hosted service.
+            timeout_s: seconds to wait for an answer.
+            lost: class of the error to raise if the service fails or does not answer.
+        Raises: UserError: no key, no package, or the service rejects the request; `lost`.
+        """
+        key = require_key()
         try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
+            from tinker import ServiceClient  # late: an optional package
+        except ImportError as error:
+            raise NotInstalledError(
+                f"model.tinker needs the package tinker: pip install 'rftdask[tinker]' ({error})"
+            ) from error
+        self._timeout_s, self._lost = timeout_s, lost
 
-    # A daemon, so that an unanswered call does not keep the process alive.
-    threading.Thread(target=run, name="tinker-call", daemon=True).start()
-    return result_of(doing, answer, timeout_s=timeout_s, lost=lost)
+        def connect() -> ServiceClient:
+            service = ServiceClient(base_url=base_url, api_key=key)
+            service.holder  # noqa: B018 (opens the session, which otherwise waits for the first request)
+            return service
+
+        self.client = self.ask("opening a session", connect)
+
+    def result_of(self, doing: str, answer: Any, timeout_s: float | None = None) -> Any:
+        """Wait for a future of the SDK.
+
+        Args:
+            doing: the request, for error texts: "while <doing>".
+            timeout_s: None: that of the service.
+        Raises: UserError: the service rejects the request; `lost`; errors of the answer itself.
+        """
+        import tinker  # late, as above
+        from tinker.lib.retryable_exception import RetryableException
+
+        lost, timeout_s = self._lost, self._timeout_s if timeout_s is None else timeout_s
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError as error:
+            raise lost(f"the Tinker service did not respond for {timeout_s:.0f} s while {doing}") from error
+        except (tinker.APIStatusError, tinker.RequestFailedError) as error:
+            refused = (
+                error.category is tinker.types.RequestErrorCategory.User
+                if isinstance(error, tinker.RequestFailedError)
+                else error.status_code in _REFUSED
+            )
+            if refused:
+                raise UserError(
+                    f"the Tinker service rejected the request while {doing}: {_first_line(error)}"
+                ) from error
+            raise lost(f"the Tinker service failed while {doing}: {_first_line(error)}") from error
+        except (tinker.APIConnectionError, RetryableException) as error:
+            raise lost(f"the Tinker service cannot be reached while {doing}: {_first_line(error)}") from error
+        except tinker.TinkerError as error:
+            raise UserError(f"model.tinker, while {doing}: {_first_line(error)}") from error
+
+    def ask(self, doing: str, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """Call a function of the SDK that has no deadline of its own; arguments and errors as in `result_of`."""
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        # A daemon, so that an unanswered call does not keep the process alive.
+        threading.Thread(target=run, name="tinker-call", daemon=True).start()
+        return self.result_of(doing, answer, timeout_s)
+
+    def open_sampler(self, *, base_model: str | None = None, path: str | None = None) -> SamplingClient:
+        """Create a sampler of a base model, or of weights at a path. Raises: see `result_of`."""
+
+        def create() -> SamplingClient:
+            return self.client.create_sampling_client(model_path=path, base_model=base_model).result()
+
+        return self.ask(f"creating a sampler of {path or base_model}", create)
+
+    def response_logprobs(
+        self, sampler: SamplingClient, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
+        """Return natural-log probabilities of each response token after its prompt, for (prompt, response) pairs.
+
+        Prompts and responses must not be empty. Raises: see `result_of`; `lost`: some are missing.
+        """
+        from tinker import types  # late, as above
+
+        # All requests are sent before waiting: the service works on them in parallel.
+        answers = [
+            sampler.compute_logprobs(
+                types.ModelInput.from_ints([*prompt, *response]), prompt_logprobs_last_n=len(response)
+            )
+            for prompt, response in pairs
+        ]
+        results = []
+        for (_, response), answer in zip(pairs, answers, strict=True):
+            logprobs = self.result_of("scoring responses", answer)[-len(response) :]
+            known = [value for value in logprobs if value is not None]
+            if len(known) != len(response):
+                raise self._lost(f"the Tinker service returned {len(known)} logprobs for {len(response)} tokens")
+            results.append(known)
+        return results
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-
-
-def open_sampler(
-    service: ServiceClient,
-    *,
-    base_model: str | None = None,
-    path: str | None = None,
-    timeout_s: float = ANSWER_TIMEOUT_S,
-    lost: type[RftError] = ProcessLostError,
-) -> SamplingClient:
-    """Create a sampler of a base model, or of weights at a path. Raises: see `ask`."""
-
-    def create() -> SamplingClient:
-        return service.create_sampling_client(model_path=path, base_model=base_model).result()
-
-    return ask(f"creating a sampler of {path or base_model}", create, timeout_s=timeout_s, lost=lost)
-
-
-def response_logprobs(
-    sampler: SamplingClient,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    *,
-    timeout_s: float = ANSWER_TIMEOUT_S,
-    lost: type[RftError] = ProcessLostError,
-) -> list[list[float]]:
-    """Return natural-log probabilities of each response token after its prompt, for (prompt, response) pairs.
-
-    Prompts and responses must not be empty. Raises: see `ask`; `lost`: some are missing.
-    """
-    from tinker import types  # late, as above
-
-    # All requests are sent before waiting: the service works on them in parallel.
-    answers = [
-        sampler.compute_logprobs(types.ModelInput.from_ints([*prompt, *response]), prompt_logprobs_last_n=len(response))
-        for prompt, response in pairs
-    ]
-    results = []
-    for (_, response), answer in zip(pairs, answers, strict=True):
-        logprobs = result_of("scoring responses", answer, timeout_s=timeout_s, lost=lost)[-len(response) :]
-        known = [value for value in logprobs if value is not None]
-        if len(known) != len(response):
-            raise lost(f"the Tinker service returned {len(known)} logprobs for {len(response)} tokens")
-        results.append(known)
-    return results
 
 
 def sampler_file(path: str) -> dict[str, bytes]:

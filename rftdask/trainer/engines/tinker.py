@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -28,13 +28,8 @@ from rftdask.errors import DataError, RftError, RoleError, UserError
 from rftdask.models.tinker_service import (
     ANSWER_TIMEOUT_S,
     SAMPLER_FILE,
-    Answer,
-    ask,
-    open_sampler,
-    open_service,
+    TinkerService,
     require_key,
-    response_logprobs,
-    result_of,
     sampler_file,
     sampler_path,
 )
@@ -55,7 +50,6 @@ _EPS = 1e-8
 _DELETE_TIMEOUT_S = 60.0
 """Short, since a run does not depend on deletion."""
 _CPU = torch.device("cpu")
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -118,26 +112,23 @@ class TinkerTrainEngine(TrainEngine):
         self._optimizer = config.algorithm.optimizer
         self._rate = learning_rate(self._optimizer, None if total_steps is None else total_steps * per_step)
         self._kl_coefs = [algorithm.kl_loss_fn.kl_coef, algorithm.kl_penalty_fn.kl_coef]
-        self._service = open_service(self._section.base_url, timeout_s=timeout_s)
+        self._service = TinkerService(self._section.base_url, timeout_s=timeout_s)
         self._base_model = config.model.model_path
         self._trained: TrainingClient | None = None
         self._reference: SamplingClient | None = None
         if algorithm.use_reference:
-            self._reference = open_sampler(self._service, base_model=self._base_model, timeout_s=timeout_s)
+            self._reference = self._service.open_sampler(base_model=self._base_model)
         self._step = 0
         # Paths that this process saved at the service, or resumed from, by step.
         self._samplers: dict[int, str] = {}
         self._states: dict[int, str] = {}
-
-    def _result(self, doing: str, answer: Answer[T]) -> T:
-        return result_of(doing, answer, timeout_s=self._timeout_s)
 
     @property
     def _client(self) -> TrainingClient:
         # Created on first use: a resumed run creates it from a checkpoint.
         if self._trained is None:
             section = self._section
-            created = self._service.create_lora_training_client(
+            created = self._service.client.create_lora_training_client(
                 self._base_model,
                 rank=section.rank,
                 seed=self._config.seed if section.seed is None else section.seed,
@@ -145,7 +136,7 @@ class TinkerTrainEngine(TrainEngine):
                 train_attn=section.train_attn,
                 train_unembed=section.train_unembed,
             )
-            self._trained = self._result(f"creating an adapter of {self._base_model}", created)
+            self._trained = self._service.result_of(f"creating an adapter of {self._base_model}", created)
         return self._trained
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
@@ -186,8 +177,8 @@ class TinkerTrainEngine(TrainEngine):
             # Both are sent before waiting: the service works in cycles, and both fit into one.
             gradient = self._client.forward_backward_custom(self._data(batch, indices), compute_loss)
             stepped = self._client.optim_step(self._adam(lr))
-            self._result(f"computing step {step}", gradient)
-            self._result(f"updating the weights of step {step}", stepped)
+            self._service.result_of(f"computing step {step}", gradient)
+            self._service.result_of(f"updating the weights of step {step}", stepped)
             update_metrics = {name: float(value) for name, value in loss_metrics.items()}
             finish_means(update_metrics)
             updates.append(update_metrics | {"lr": lr})
@@ -231,7 +222,7 @@ class TinkerTrainEngine(TrainEngine):
                 (tokens[:start].tolist(), tokens[start:].tolist())
                 for tokens, start in zip(batch.row_tokens(), batch.prompt_lengths, strict=True)
             ]
-            logprobs = response_logprobs(self._reference, pairs, timeout_s=self._timeout_s)
+            logprobs = self._service.response_logprobs(self._reference, pairs)
             scores["ref_logprobs_Q"] = torch.tensor([value for row in logprobs for value in row])
         if keeps_proximal(self._config, self._algorithm):
             rows = zip(self._policy_logprobs(batch), batch.response_lengths, strict=True)
@@ -241,7 +232,7 @@ class TinkerTrainEngine(TrainEngine):
     def _policy_logprobs(self, batch: TrainingBatch) -> list[Tensor]:
         """Return the logprobs of each row's tokens but the first."""
         answer = self._client.forward(self._data(batch, np.arange(len(batch))), "cross_entropy")
-        output = self._result("scoring a batch", answer)
+        output = self._service.result_of("scoring a batch", answer)
         return [torch.tensor(row["logprobs"].data, dtype=torch.float32) for row in output.loss_fn_outputs]
 
     @staticmethod
@@ -302,7 +293,7 @@ class TinkerTrainEngine(TrainEngine):
         """See TrainEngine; a file with the path of sampler weights."""
         if self._step not in self._samplers:
             saved = self._client.save_weights_for_sampler(f"step-{self._step}")
-            self._samplers[self._step] = self._result(f"saving version {self._step}", saved).path
+            self._samplers[self._step] = self._service.result_of(f"saving version {self._step}", saved).path
         return sampler_file(self._samplers[self._step])
 
     def state_files(self) -> Mapping[str, Data]:
@@ -310,7 +301,7 @@ class TinkerTrainEngine(TrainEngine):
         files = {f"{CHECKPOINT_ADAPTER_FOLDER}/{name}": data for name, data in self.weights().items()}
         if self._step not in self._states:
             saved = self._client.save_state(f"step-{self._step}", overwrite=True)
-            self._states[self._step] = self._result(f"saving checkpoint {self._step}", saved).path
+            self._states[self._step] = self._service.result_of(f"saving checkpoint {self._step}", saved).path
         state = {"step": self._step, "path": self._states[self._step], "kl_coefs": self._kl_coefs}
         return {**files, STATE_FILE: json.dumps(state).encode()}
 
@@ -318,8 +309,8 @@ class TinkerTrainEngine(TrainEngine):
         """See TrainEngine. Creates a new adapter at the service from the saved one and its optimizer."""
         state = json.loads(bytes(files[STATE_FILE]))
         path = state["path"]
-        created = self._service.create_training_client_from_state_with_optimizer(path)
-        self._trained = self._result(f"resuming from {path}", created)
+        created = self._service.client.create_training_client_from_state_with_optimizer(path)
+        self._trained = self._service.result_of(f"resuming from {path}", created)
         self._step, self._kl_coefs = int(state["step"]), list(state["kl_coefs"])
         # This process now deletes them once newer ones exist.
         self._states[self._step] = path
@@ -342,7 +333,7 @@ class TinkerTrainEngine(TrainEngine):
         for path in [self._samplers.pop(step) for step in samplers] + [self._states.pop(step) for step in states]:
             timeout_s = min(self._timeout_s, _DELETE_TIMEOUT_S)
             try:
-                ask(f"deleting {path}", partial(self._delete, path), timeout_s=timeout_s)
+                self._service.ask(f"deleting {path}", partial(self._delete, path), timeout_s)
             except RftError as error:  # costs storage at the service, but does not affect the run
                 log.warning("could not delete %s at the service: %s", path, error)
 

@@ -13,7 +13,7 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.cluster.layout import count_gpus, num_ranks, plan_layout
 from rftdask.config import Config, load_config
 from rftdask.errors import NotInstalledError, UserError
-from rftdask.models.tinker_service import API_KEY, open_service, require_key
+from rftdask.models.tinker_service import API_KEY, TinkerService, require_key
 from rftdask.trainer.engines.tinker import check_algorithm
 from tests.unit.config.config_cases import grpo, problems, sft
 
@@ -146,4 +146,4 @@ def test_an_error_about_a_missing_key_or_package_names_the_fix(monkeypatch: pyte
     monkeypatch.setenv(API_KEY, "tml-x")
     monkeypatch.setitem(__import__("sys").modules, "tinker", None)
     with pytest.raises(NotInstalledError, match=r"pip install 'rftdask\[tinker\]'"):
-        open_service(None)
+        TinkerService(None)
