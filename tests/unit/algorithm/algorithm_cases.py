@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.aggregation import row_weights
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
@@ -105,6 +106,39 @@ def random_batch(seed: int, num_rows: int = 6, width: int = 7, dtype: torch.dtyp
         proximal_logprobs_BT=policy + draw(0.2),
         rewards_B=(torch.arange(num_rows) % 2).to(dtype),
         kl_baseline=0.3,
+    )
+
+
+WIDTH = 5
+"""Tokens of each row of `random_advantage_inputs`."""
+
+
+def random_advantage_inputs(seed: int, num_rows: int = 24, num_groups: int = 5) -> AdvantageInputs:
+    generator = torch.Generator().manual_seed(shifted_seed(seed))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    group = torch.randint(0, num_groups, (num_rows // 2,), generator=generator)
+    mask = torch.rand(num_rows, WIDTH, generator=generator) > 0.3
+    return AdvantageInputs(
+        rewards_N=draw(num_rows // 2).round(decimals=1).repeat_interleave(2),
+        group_N=group.repeat_interleave(2),
+        lengths_N=mask.sum(-1),
+        rollout_N=torch.arange(num_rows) // 2,
+        turn_N=torch.arange(num_rows) % 2,
+        state_N=torch.randint(-1, 3, (num_rows,), generator=generator),
+        baseline_rewards_N=draw(num_rows),
+        **side_by_side(
+            loss_mask_NT=mask,
+            values_NT=draw(num_rows, WIDTH),
+            rollout_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+            policy_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+            ref_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+            teacher_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+            entropy_NT=draw(num_rows, WIDTH).abs(),
+            necs_NT=draw(num_rows, WIDTH),
+        ),
     )
 
 

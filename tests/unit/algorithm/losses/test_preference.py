@@ -1,16 +1,22 @@
 """Preference losses: value and gradient against hand-derived formulas, in float64 without autograd."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from rftdask.algorithm.compose import make_algorithm
+from rftdask.algorithm.losses.preference import Dpo
 from tests.unit.algorithm.algorithm_cases import gradient, inputs, loss_only, with_weights
 
 CHOSEN, REJECTED = [-0.5, -1.0, -0.3], [-2.0, -0.7]
 """Logprobs of the tokens of one pair; the rejected response is shorter."""
 MASK = [[1, 1, 1], [1, 1, 0]]
+
+
+def close(expected: float | list[float]) -> Any:
+    return pytest.approx(expected, abs=2e-6)
 
 
 def one_pair(name: str, **args: float) -> tuple[float, list[list[float]]]:
@@ -115,3 +121,22 @@ def test_a_better_margin_is_a_smaller_loss(name: str) -> None:
     _, metrics = algorithm.compute_loss(with_weights(pair, algorithm))
     assert metrics["reward_accuracy"].item() == pytest.approx(1.0)
     assert metrics["reward_chosen"] > metrics["reward_rejected"]
+
+
+def test_dpo_of_one_pair_by_its_difference() -> None:
+    def rewards(*deltas: float) -> torch.Tensor:
+        """Return rewards for beta 0.1."""
+        return torch.tensor([[0.1 * delta, 0.0] for delta in deltas], dtype=torch.float64)
+
+    by_delta = Dpo(beta=0.1).per_pair(rewards(0.0, 1.0, 5.0, -5.0))
+    assert by_delta.tolist() == close([0.693147, 0.644397, 0.474077, 0.974077])
+    assert Dpo(beta=0.1, loss_type="ipo").per_pair(rewards(0.0)).tolist() == close([25.0])
+    assert Dpo(beta=0.1, loss_type="hinge").per_pair(rewards(0.0, 5.0, 20.0)).tolist() == close([1.0, 0.5, 0.0])
+
+
+def test_dpo_does_not_add_pairs_up_before_the_sigmoid() -> None:
+    difference = torch.tensor([[1.0], [0.0], [5.0], [0.0], [0.0], [5.0], [0.0], [0.0]], dtype=torch.float64)
+    batch = inputs(difference - 9.0, ref_logprobs_BT=torch.full_like(difference, -9.0), mode="seq-mean-token-mean")
+    loss, metrics = loss_only("dpo").compute_loss(batch)
+    assert loss.item() == close((0.644397 + 0.474077 + 0.974077 + 0.693147) / 4)
+    assert metrics["reward_accuracy"].item() == close(0.5)

@@ -1,19 +1,15 @@
-"""Operators, sample strategies and selectors: pure rules; what is dropped has a reason and a counter, what is
-learned is saved."""
+"""Promises of the operators: a dropped row has a reason and a counter."""
 
 import math
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rftdask.algorithm.compose import make_part
 from rftdask.algorithm.drop_reasons import DropReason
-from rftdask.algorithm.learning_selectors import DifficultyBased
 from rftdask.algorithm.operators import ExperienceTable, pass_rates
-from rftdask.algorithm.selectors import EasyToHard
 from rftdask.errors import UserError
 from tests.unit.algorithm.algorithm_cases import OPERATORS
 
@@ -28,24 +24,21 @@ def kept(result: tuple[ExperienceTable, dict[str, float]]) -> list[bool]:
     return result[0].keep_N.tolist()
 
 
-def test_reward_filter_drops_below_the_threshold() -> None:
-    result = make_operator("reward_filter", {"threshold": 0.5})(table([0.4, 0.5, 1.0]))
-    assert kept(result) == [False, True, True]
-    assert result[1] == {"dropped/reward_range": 1.0}
-
-
-def test_invalid_rewards_are_dropped() -> None:
-    assert kept(make_operator("invalid_reward_filter")(table([math.nan, math.inf, 0.0]))) == [
-        False,
-        False,
-        True,
-    ]
-
-
-def test_reward_std_filter_drops_flat_and_single_groups() -> None:
-    result = make_operator("reward_std_filter")(table([1, 1, 0, 1, 7], [0, 0, 1, 1, 2]))
-    assert kept(result) == [False, False, True, True, False]
-    assert result[1]["dropped/low_std"] == 3.0
+@pytest.mark.parametrize(
+    ("name", "args", "rewards", "groups", "expected", "dropped"),
+    [
+        ("reward_filter", {"threshold": 0.5}, [0.4, 0.5, 1.0], None, [0, 1, 1], {"dropped/reward_range": 1.0}),
+        ("invalid_reward_filter", {}, [math.nan, math.inf, 0.0], None, [0, 0, 1], {"dropped/invalid_rollout": 2.0}),
+        # Groups with equal rewards and single rollouts.
+        ("reward_std_filter", {}, [1, 1, 0, 1, 7], [0, 0, 1, 1, 2], [0, 0, 1, 1, 0], {"dropped/low_std": 3.0}),
+    ],
+)
+def test_filters_drop_rows(
+    name: str, args: Any, rewards: list[float], groups: list[int] | None, expected: list[int], dropped: dict[str, float]
+) -> None:
+    result = make_operator(name, args)(table(rewards, groups))
+    assert kept(result) == [bool(number) for number in expected]
+    assert {key: value for key, value in result[1].items() if key in dropped} == dropped
 
 
 def test_dynamic_sampling_keeps_partly_solved_tasks() -> None:
@@ -93,22 +86,9 @@ def test_a_rollout_counts_once_in_its_task() -> None:
     assert rows.counted_N.tolist() == [False, True, False, True, True, False]
     assert pass_rates(rows)[1].tolist() == [0.5, 1.0]
     # Over rows the spread of task 0 would be 0.47, and task 1 would have two rollouts.
-    assert kept(make_operator("reward_std_filter", {"threshold": 0.48})(rows)) == [
-        False,
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert kept(make_operator("reward_std_filter", {"threshold": -1.0})(rows)) == [
-        False,
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
+    for threshold in (0.48, -1.0):
+        spread = make_operator("reward_std_filter", {"threshold": threshold})(rows)
+        assert kept(spread) == [False, True, True, True, False, False]
 
 
 def test_operators_run_in_order_over_kept_rows() -> None:
@@ -131,34 +111,4 @@ def test_a_wrong_operator_or_rule_is_an_error() -> None:
     with pytest.raises(UserError, match="did you mean reward_filter"):
         make_operator("reward_fliter")
     with pytest.raises(UserError, match="op_type is 'POW'"):
-        make_part(
-            "operator", "reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "x", "op_type": "POW"}]}
-        )
-
-
-def test_easy_to_hard_orders_by_the_features() -> None:
-    features = np.array([[0.1, 0.0], [0.9, 0.1], [0.9, 0.5], [0.9, 0.1]])
-    assert EasyToHard().order(features, 0, np.random.Philox(0)).tolist() == [2, 3, 1, 0]
-
-
-def test_difficulty_selection_prefers_the_target_pass_rate() -> None:
-    rule = DifficultyBased(target_reward=0.5, tau=0.0)
-    features = torch.tensor([[0.0, 1.0]] * 4)
-    state = rule.initial(features)
-    state = rule.updated(state, torch.tensor([0, 1, 2]), torch.tensor([1.0, 0.5, 0.0]))
-    assert state.rates_N[0] > state.rates_N[1] > state.rates_N[2]
-    assert state.rates_N[3].item() == pytest.approx(0.5, abs=0.01)
-    assert sorted(rule.select(state, 1, 2).tolist()) == [1, 3]
-
-
-def test_a_step_selects_no_task_twice_and_steps_differ() -> None:
-    rule = DifficultyBased()
-    state = rule.initial(torch.zeros(50, 2))
-    picks = [rule.select(state, step, 20).tolist() for step in range(4)]
-    assert all(len(set(pick)) == 20 for pick in picks) and picks[0] != picks[1]
-
-
-def test_a_cold_draw_still_fills_the_batch() -> None:
-    rule = DifficultyBased(target_reward=1.0, tau=1e-4)
-    state = rule.updated(rule.initial(torch.tensor([[0.0, 1.0]] * 6)), torch.arange(6), torch.arange(6) / 5)
-    assert sorted(rule.select(state, 1, 6).tolist()) == list(range(6))
+        make_operator("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "x", "op_type": "POW"}]})

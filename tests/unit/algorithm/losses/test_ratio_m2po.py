@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from rftdask.algorithm.losses.ratio import over_budget
 from tests.numerics import shifted_seed
+from tests.unit.algorithm.algorithm_cases import POLICY_LOSS_FNS, random_batch
 
 # Squares and sums of these are exact, so both sides compare the same numbers.
 SIZES = st.sampled_from([0.0, 0.125, 0.25, 0.25, 0.5, 0.5, 0.75, 1.0, 4.0])
@@ -67,3 +70,18 @@ def test_over_budget_equals_sorting_for_random_values(bound: float) -> None:
     got = over_budget(sizes_SL.flatten(), counted_SL.flatten(), sequence_SL.flatten(), bound).view(6, 300).float()
     rows = [list(zip(sizes_SL[i].tolist(), counted_SL[i].tolist(), strict=True)) for i in range(6)]
     assert got.tolist() == [by_sorting(row, bound) for row in rows]
+
+
+def test_m2po_bounds_the_second_moment_of_every_sequence() -> None:
+    loss = POLICY_LOSS_FNS["m2po"](m2_threshold=0.04)
+    batch = replace(random_batch(21, 8, 40), proximal_logprobs_BT=None).cleaned()
+    log_r = (batch.policy_logprobs_BT - batch.rollout_logprobs_BT).detach()
+    advantages = batch.advantages()
+    dropped = loss.dropped(batch, log_r, advantages).bool()
+    trusted = batch.loss_mask_BT & (advantages * log_r > 0)
+    assert dropped.any() and (trusted & ~dropped).any() and not (dropped & ~trusted).any()
+    for row in range(8):
+        kept = log_r[row][(trusted & ~dropped)[row]].square()
+        assert len(kept) == 0 or kept.mean() <= 0.04
+        gone = log_r[row][dropped[row]].square()
+        assert len(gone) == 0 or torch.cat([kept, gone.min()[None]]).mean() > 0.04

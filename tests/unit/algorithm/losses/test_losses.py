@@ -1,5 +1,9 @@
-"""Promises of every policy loss: splits add up, the first step is exact, garbage and order have no effect, gradients
-are correct, values that are not finite are never trained, and memory is bounded."""
+"""Promises of the policy losses: published and hand-computed values, and for each loss: splits add up, the first step
+is exact, garbage and order have no effect, gradients are correct, infinite values are never trained, memory is bounded.
+
+Sources of VALUES: the tests of NeMo-RL, SkyRL, slime, OpenRLHF, Trinity-RFT and prime-rl (their input, re-computed in
+float64), and our own. KL estimates are in test_kl.py.
+"""
 
 import math
 from dataclasses import replace
@@ -9,16 +13,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from rftdask.algorithm.aggregation import AGGREGATIONS
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
+from rftdask.algorithm.losses.ratio import Sapo
+from rftdask.algorithm.losses.reinforce import Vespo
 from tests.numerics import assert_close, shifted_seed
 from tests.unit.algorithm.algorithm_cases import (
     ALGORITHMS,
     KL_FNS,
     POLICY_LOSS_FNS,
+    from_ratios,
     gradient,
     inputs,
     loss_only,
@@ -29,7 +35,7 @@ from tests.unit.algorithm.algorithm_cases import (
 )
 
 LOSSES = sorted(name for name, cls in POLICY_LOSS_FNS.items() if not cls.uses_teacher)
-"""The gradient of the others is through the logits, not the logprobs: test_jsd.py."""
+"""The gradient of the others is through the logits, not the logprobs: test_imitation_jsd.py."""
 PAIRED = {name for name, loss in POLICY_LOSS_FNS.items() if loss.schema == "dpo"}
 MOST = 12
 """Tensors that a loss may keep for backward()."""
@@ -40,6 +46,165 @@ EVERYTHING = {
     "entropy_loss_fn": "default",
     "entropy_loss_fn_args": {"entropy_coef": 0.01},
 }
+
+
+def close(expected: float | list[float], tolerance: float = 2e-6) -> Any:
+    return pytest.approx(expected, abs=tolerance)
+
+
+OLD = [-1.0, -1.0, -1.0]
+NEAR = inputs([-1.69315, -1.0, -0.59453], OLD, [1.0, -1.0, 2.0])  # ratios 0.5, 1, 1.5
+FAR = from_ratios([0.5, 1.0, 10.0], [1.0, -1.0, -4.0])
+CLIP = {"clip_range_low": 0.2, "clip_range_high": 0.2}
+GEOMETRIC_MEAN = 0.908561
+VALUES: list[tuple[str, dict[str, Any], LossInputs, Any, dict[str, Any]]] = [
+    # Loss, arguments, batch, loss of each token (or their sum, where only that is published), metrics.
+    ("ppo", {"clip_range": 0.2}, NEAR, [-0.5, 1.0, -2.4], {"clip_frac": close(1 / 3)}),
+    ("ppo", {"clip_ratio_c": 3.0}, FAR, [-0.5, 1.0, 12.0], {"dual_clip_frac": close(1 / 3)}),
+    ("ppo", {"clip_ratio_c": None}, FAR, [-0.5, 1.0, 40.0], {}),
+    ("ppo", {"clip_ratio_c": 1.5}, from_ratios([2.0, 2.0, 0.5], [2.0, -2.0, 2.0]), [-2.4, 3.0, -1.0], {}),
+    (
+        "ppo",  # only failures in distant sequences are dropped
+        {"enable_sequence_masking": True},
+        inputs([OLD[:2]] * 2, [[-0.5, -0.5], OLD[:2]], [[-1.0, 1.0], [-1.0, 1.0]]),
+        [0.0, -math.exp(-0.5), 1.0, -1.0],
+        {"sequence_mask_frac": 0.25},
+    ),
+    ("gspo", CLIP, NEAR, [-GEOMETRIC_MEAN, GEOMETRIC_MEAN, -2 * GEOMETRIC_MEAN], {}),
+    ("cispo", CLIP, NEAR, [1.35452, -1.0, 1.426872], {}),
+    (
+        "cispo",
+        CLIP,
+        inputs([-1.69315, -1.0, -0.69741], [-1.0, -1.0, -3.0], [1.0, -1.0, -4.0]),
+        close(-2.99305, 4e-6),
+        {},
+    ),
+    (
+        "dppo",
+        {"mask_low": 0.2, "mask_high": 0.2, "kl_tau": 1e-3},
+        inputs([-0.2, -1.0, -2.0, -0.5], [-0.9, -1.0, -1.0, -0.4], [1.0, 1.0, -1.0, -1.0]),
+        [0.00049, -1.0, 0.001, 0.904847],
+        {},
+    ),
+    ("sapo", {"tau_pos": 1.0, "tau_neg": 2.0}, inputs([-1.5, -0.8, -1.1], OLD, [1.0, -1.0, 0.5]), close(-1.346130), {}),
+    ("sapo", {}, from_ratios([0.5, 1.0, 1.5], [1.0, 1.0, 1.0]), [-1.510163, -2.0, -2.489837], {}),
+    ("sapo", {}, from_ratios([0.5, 1.5], [-1.0, -1.0]), [1.415938, 2.393585], {}),
+    (
+        "decoupled_ppo",  # clips around the proximal policy
+        {},
+        inputs([-1.0, -1.0], [-1.5, -9.0], [1.0, 1.0], proximal_logprobs_BT=torch.tensor([[-1.2, -1.2]]).double()),
+        [-math.exp(0.3) * 1.2, 0.0],
+        {"behavior_cap_frac": 0.5},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "batch", "expected", "expected_metrics"), VALUES)
+def test_a_loss_has_its_published_values(
+    name: str, args: Any, batch: LossInputs, expected: Any, expected_metrics: dict[str, Any]
+) -> None:
+    tokens = POLICY_LOSS_FNS[name](**args)(batch)[0].detach().flatten()
+    if isinstance(expected, list):
+        assert tokens.tolist() == close(expected)
+    else:
+        assert tokens.sum().item() == expected
+    loss, metrics = loss_only(name, **args).compute_loss(batch)
+    assert loss.item() == close(tokens.mean().item())
+    assert {key: metrics[key].item() for key in expected_metrics} == expected_metrics
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [([1.0, 1.14, 1.28, 0.8], [0.7, -0.684, 1.024, -1.68]), ([1.0, 3.0, 5.0, 0.4], [0.7, -1.8, 4.0, -0.84])],
+)
+def test_cispo_gradient_passes_only_through_the_logprob(ratios: list[float], expected: list[float]) -> None:
+    advantages, logprobs = [1.0, -0.5, 2.0, -1.0], [-0.7, -1.2, -0.4, -2.1]
+    rollout = (torch.tensor(logprobs, dtype=torch.float64) - torch.tensor(ratios, dtype=torch.float64).log())[None]
+    batch = inputs(logprobs, rollout, advantages)
+    loss, _ = POLICY_LOSS_FNS["cispo"](clip_range_low=1.0, clip_range_high=10.0)(batch)
+    assert loss.detach().flatten().tolist() == close(expected)
+    (got,) = torch.autograd.grad(loss.sum(), batch.policy_logprobs_BT)
+    want = [-ratio * advantage for ratio, advantage in zip(ratios, advantages, strict=True)]
+    assert got.flatten().tolist() == close(want)
+
+
+def test_sapo_gradient_fades_far_from_ratio_one() -> None:
+    batch = from_ratios([1.0, 10.0], [1.0, 1.0])
+    (got,) = torch.autograd.grad(Sapo()(batch)[0].sum(), batch.policy_logprobs_BT)
+    assert got.flatten().tolist() == close([-1.0, -0.004935], 1e-5)
+
+
+def test_vespo_weight_is_one_at_one_and_falls_on_both_sides() -> None:
+    log_w = torch.tensor([0.5, 1.0, 1.5], dtype=torch.float64).log()
+    one = torch.ones(3, dtype=torch.float64)
+    assert Vespo().phi(log_w, one).tolist() == close([1.120422, 1.0, 0.502043])
+    assert Vespo().phi(log_w, -one).tolist() == close([0.339785, 1.0, 1.241593])
+
+
+# ---- golden values of Trinity-RFT: its test draws these tensors from seed 42, shape (5, 20), in this order.
+#
+# Its GSPO golden is for seq-mean-token-mean, as in the paper. Its DPO golden is one logit for all pairs, so here all
+# even rows are one chosen sequence and all odd rows one rejected sequence. Its MIX golden multiplies each part with its
+# number of rows. Its PPO and MIX goldens are older than its dual clip, so they are for clip_ratio_c None.
+
+
+def golden_metrics(name: str, **args: Any) -> tuple[dict[str, float], LossInputs]:
+    """All metrics of the golden batch, and the batch."""
+    generator = torch.Generator().manual_seed(42)
+    shape = (5, 20)
+    policy, rollout, ref = (2 * torch.rand(shape, generator=generator) - 1 for _ in range(3))
+    mask = torch.rand(shape, generator=generator) > 0.5
+    advantages = 2 * torch.rand(shape, generator=generator) - 1
+    expert = torch.rand(shape[0], generator=generator) > 0.5
+    algorithm = loss_only(name, **args)
+    if name == "gspo":
+        algorithm = replace(algorithm, loss_agg_mode="seq-mean-token-mean")
+    if name == "dpo":
+        pair = (policy, rollout, mask, advantages, ref)
+        # Two rows: the even ones one after another, then the odd ones and padding.
+        policy, rollout, mask, advantages, ref = (
+            torch.stack([rows[0::2].flatten(), torch.cat([rows[1::2], torch.zeros_like(rows[:1])]).flatten()])
+            for rows in pair
+        )
+    weights = algorithm.token_weights(mask, expert_mask_B=expert)
+    batch = LossInputs(policy, rollout, mask, weights, advantages, ref, None, expert)
+    return {key: value.item() for key, value in algorithm.compute_loss(batch)[1].items()}, batch
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "golden"),
+    [
+        (
+            "ppo",
+            {"clip_ratio_c": None},
+            {"loss": 0.28560468554496765, "clip_frac": 0.3541666567, "ppo_kl": -0.2166344672},
+        ),
+        ("ppo", {"clip_ratio_c": 2.0}, {"loss": 0.2230827361345291}),
+        ("gspo", {}, {"loss": 0.27235108613967896}),
+        ("sft", {}, {"loss": -0.07560186833143234}),
+        ("opmd", {}, {"loss": -0.009589947760105133}),
+        (
+            "dpo",
+            {},
+            {"loss": 0.5406752228736877, "reward_chosen": 0.7082431316, "reward_rejected": 0.3757950783},
+        ),
+    ],
+)
+def test_metrics_equal_the_golden_values(name: str, args: dict[str, Any], golden: dict[str, float]) -> None:
+    metrics, _ = golden_metrics(name, **args)
+    assert {key: metrics[key] for key in golden} == pytest.approx(golden, rel=1e-5, abs=1e-7)
+
+
+def test_mix_equals_the_golden_value_times_rows() -> None:
+    metrics, batch = golden_metrics("mix", clip_ratio_c=None)
+    assert batch.expert_mask_B is not None
+    num_experts = int(batch.expert_mask_B.sum())
+    usual, expert = metrics["usual_loss"] * (5 - num_experts), metrics["expert_loss"] * num_experts
+    assert usual + expert == pytest.approx(0.6581965088844299, rel=1e-5)
+    assert usual / 0.9 == pytest.approx(0.7236452102661133, rel=1e-5)
+
+
+# ---- every loss
 
 
 def whole(name: str, seed: int, mode: str | None = None) -> tuple[Any, LossInputs]:
@@ -222,135 +387,8 @@ def test_backward_keeps_a_bounded_number_of_tensors(name: str) -> None:
     assert sum(kept.values()) <= MOST * own
 
 
-def test_the_entropy_bonus_reaches_the_entropy() -> None:
-    algorithm, batch = whole("ppo", 0, "token-mean")
-    loss, _ = algorithm.compute_loss(batch)
-    assert batch.entropy_BT is not None
-    (grad,) = torch.autograd.grad(loss, batch.entropy_BT)
-    torch.testing.assert_close(grad, -0.01 * batch.token_weights_BT)
-
-
 def test_without_gradients_the_value_is_the_same() -> None:
     algorithm, batch = whole("ppo", 0, "token-mean")
     loss, _ = algorithm.compute_loss(batch)
     with torch.no_grad():
         assert torch.equal(algorithm.compute_loss(batch)[0], loss.detach())
-
-
-def test_m2po_bounds_the_second_moment_of_every_sequence() -> None:
-    loss = POLICY_LOSS_FNS["m2po"](m2_threshold=0.04)
-    batch = replace(random_batch(21, 8, 40), proximal_logprobs_BT=None).cleaned()
-    log_r = (batch.policy_logprobs_BT - batch.rollout_logprobs_BT).detach()
-    advantages = batch.advantages()
-    dropped = loss.dropped(batch, log_r, advantages).bool()
-    trusted = batch.loss_mask_BT & (advantages * log_r > 0)
-    assert dropped.any() and (trusted & ~dropped).any() and not (dropped & ~trusted).any()
-    for row in range(8):
-        kept = log_r[row][(trusted & ~dropped)[row]].square()
-        assert len(kept) == 0 or kept.mean() <= 0.04
-        gone = log_r[row][dropped[row]].square()
-        assert len(gone) == 0 or torch.cat([kept, gone.min()[None]]).mean() > 0.04
-
-
-def test_sequence_masking_drops_only_distant_failures() -> None:
-    batch = inputs([[-1.0, -1.0], [-1.0, -1.0]], [[-0.5, -0.5], [-1.0, -1.0]], [[-1.0, 1.0], [-1.0, 1.0]])
-    loss, metrics = loss_only("ppo", enable_sequence_masking=True).compute_loss(batch)
-    assert metrics["sequence_mask_frac"].item() == 0.25
-    assert loss.item() == pytest.approx((-math.exp(-0.5) + 1.0 - 1.0) / 4)
-
-
-def test_decoupled_ppo_clips_around_the_proximal_policy() -> None:
-    batch = inputs([-1.0, -1.0], [-1.5, -9.0], [1.0, 1.0], proximal_logprobs_BT=torch.tensor([[-1.2, -1.2]]).double())
-    per_token, metrics = POLICY_LOSS_FNS["decoupled_ppo"]()(batch)
-    assert per_token.flatten().tolist() == pytest.approx([-math.exp(0.3) * 1.2, 0.0])
-    assert metrics["behavior_cap_frac"].item() == 0.5
-
-
-def test_rollout_correction_applies_only_to_the_policy_loss() -> None:
-    more = {
-        "proximal_logprobs_BT": torch.tensor([[-1.0, -1.0]]).double(),
-        "ref_logprobs_BT": torch.zeros(1, 2).double(),
-    }
-    batch = inputs([-1.0, -1.0], [-1.0 - math.log(1.5), -1.0 - math.log(3.0)], [1.0, 1.0], **more)
-    parts = {"kl_loss_fn": "k2", "kl_loss_fn_args": {"kl_coef": 0.1}}
-    algorithm = make_algorithm("grpo", rollout_correction={"method": "mask", "high": 2.0}, **parts)
-    loss, metrics = algorithm.compute_loss(batch)
-    assert loss.item() == pytest.approx(-(1.5 + 0.0) / 2 + 0.1 * 0.5)
-    assert metrics["is_clip_frac"].item() == 0.5
-
-
-@pytest.mark.parametrize("name", sorted(KL_FNS.keys() - {"none"}))
-def test_the_reference_kl_is_float32_under_autocast(name: str) -> None:
-    torch.manual_seed(4)
-    policy, ref, old = (torch.randn(3, 5).float() - 3 for _ in range(3))
-    expected = KL_FNS[name]().per_token(policy, ref, old)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = KL_FNS[name]().per_token(policy, ref, old)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, expected)
-
-
-def enumerated(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return [V] logits of a policy of eight words, and the logprobs of it, of a distant sampler and of a reference."""
-    draw = torch.Generator().manual_seed(shifted_seed(seed))
-    logits_V, old_V, ref_V = (2.0 * torch.randn(8, generator=draw, dtype=torch.float64) for _ in range(3))
-    logits_V.requires_grad_()
-    return logits_V, logits_V.log_softmax(-1), old_V.log_softmax(-1), ref_V.log_softmax(-1)
-
-
-def kl(of_V: Tensor, to_V: Tensor) -> Tensor:
-    """KL of one distribution from another, from logprobs."""
-    return (of_V.exp() * (of_V - to_V)).sum()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_corrected_k3_is_the_kl_for_any_sampling_policy(seed: int) -> None:
-    logits_V, policy_V, old_V, ref_V = enumerated(seed)
-    assert (policy_V - old_V).max() > math.log(2.0)  # where Trinity-RFT's bound begins
-    wanted = kl(policy_V, ref_V)
-    found = (old_V.exp() * KL_FNS["corrected_k3"]().per_token(policy_V, ref_V, old_V)).sum()
-    assert_close([found.item()], [wanted.item()])
-    (wanted_V,) = torch.autograd.grad(wanted, logits_V, retain_graph=True)
-    (found_V,) = torch.autograd.grad(found, logits_V)
-    assert_close(found_V, wanted_V)
-
-
-DESCENDS = {
-    "k1": lambda policy_V, ref_V: 0.0 * policy_V.sum(),
-    "k2": kl,
-    "k3": lambda policy_V, ref_V: kl(ref_V, policy_V),
-    "abs": lambda policy_V, ref_V: (policy_V.exp() - ref_V.exp()).abs().sum(),
-    "corrected_k3": kl,
-}
-"""Estimate -> what its mean gradient in a loss is the gradient of, where the policy itself samples."""
-
-
-@pytest.mark.parametrize("name", sorted(DESCENDS))
-def test_gradients_of_kl_estimates_in_a_loss(name: str) -> None:
-    logits_V, policy_V, _, ref_V = enumerated(0)
-    sampled_V = policy_V.detach()
-    loss = (sampled_V.exp() * KL_FNS[name]().per_token(policy_V, ref_V, sampled_V)).sum()
-    (found_V,) = torch.autograd.grad(loss, logits_V, retain_graph=True)
-    (wanted_V,) = torch.autograd.grad(DESCENDS[name](policy_V, ref_V), logits_V)
-    assert_close(found_V, wanted_V, size=10.0)
-
-
-PENALIZES = {
-    "k1": kl,
-    # The others hold nothing: 0 to second order near the reference, or of the sign of d.
-    "k2": lambda policy_V, ref_V: (policy_V.exp() * ((policy_V - ref_V).square() / 2 - (policy_V - ref_V))).sum(),
-    "k3": lambda policy_V, ref_V: kl(policy_V, ref_V) - kl(ref_V, policy_V),
-    "abs": lambda policy_V, ref_V: (
-        (policy_V - ref_V).sign() * (policy_V.exp() * (policy_V - ref_V - 1) + ref_V.exp())
-    ).sum(),
-}
-"""Estimate -> what a policy descends whose rewards pay for it."""
-
-
-@pytest.mark.parametrize("name", sorted(PENALIZES))
-def test_gradients_of_kl_estimates_as_a_reward_penalty(name: str) -> None:
-    logits_V, policy_V, _, ref_V = enumerated(0)
-    cost_V = KL_FNS[name]().per_token(policy_V, ref_V).detach()
-    (found_V,) = torch.autograd.grad((policy_V.detach().exp() * cost_V * policy_V).sum(), logits_V, retain_graph=True)
-    (wanted_V,) = torch.autograd.grad(PENALIZES[name](policy_V, ref_V), logits_V)
-    assert_close(found_V, wanted_V, size=10.0)
