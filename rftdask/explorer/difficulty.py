@@ -29,57 +29,46 @@ from rftdask.storage import Storage
 from rftdask.storage.checked_json import parse_json
 
 
-class ChosenTasks:
-    """Stored choices of one run: the tasks of each explore step, for selectors that learn.
+def choice_path(step: int) -> str:
+    """File of the stored choice of a step."""
+    return f"schedule/{step:08d}.json"
 
-    Example: tasks = chosen.read(7) or chosen.put_if_absent(7, tasks, learned_from=5)
+
+def read_choice(storage: Storage, step: int) -> list[TaskRef] | None:
+    """Stored tasks of `step`, or None if they are not chosen yet. Raises: DamagedError: the file cannot be read. A new
+    choice is not made in that case, because some of its tasks may have been run.
     """
+    path = choice_path(step)
+    try:
+        tree = parse_json(storage.get(path))
+        tasks = [TaskRef(int(taskset), int(epoch), int(index)) for taskset, epoch, index in tree["tasks"]]
+        written_for = int(tree["step"])
+    except NotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path} is damaged ({error}); restore it from a backup") from error
+    # A checksum would not detect a file that is whole, but in the wrong place.
+    if written_for != step:
+        raise DamagedError(f"{path} is of step {written_for}: files were moved")
+    return tasks
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
 
-    def path(self, step: int) -> str:
-        return f"schedule/{step:08d}.json"
+def store_choice(storage: Storage, step: int, tasks: Sequence[TaskRef], *, learned_from: int) -> list[TaskRef]:
+    """Store a choice. Returns: the stored tasks of the step, which differ if they were chosen before.
 
-    def read(self, step: int) -> list[TaskRef] | None:
-        """Tasks of `step`, or None if they are not chosen yet. Raises: DamagedError: the file cannot be read. A new
-        choice is not made in that case, because some of its tasks may have been run.
-        """
-        try:
-            tree = parse_json(self._storage.get(self.path(step)))
-            tasks = [TaskRef(int(taskset), int(epoch), int(index)) for taskset, epoch, index in tree["tasks"]]
-            written_for = int(tree["step"])
-        except NotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamagedError(f"{self.path(step)} is damaged ({error}); restore it from a backup") from error
-        # A checksum would not detect a file that is whole, but in the wrong place.
-        if written_for != step:
-            raise DamagedError(f"{self.path(step)} is of step {written_for}: files were moved")
-        return tasks
-
-    def put_if_absent(self, step: int, tasks: Sequence[TaskRef], *, learned_from: int) -> list[TaskRef]:
-        """Store the choice. Returns: the stored tasks of the step, which differ if they were chosen before.
-
-        Args: learned_from: last explore step whose results influenced the choice.
-        """
-        rows = [(task.taskset_number, task.epoch, task.index) for task in tasks]
-        tree = {"step": step, "learned_from": learned_from, "tasks": rows}
-        self._storage.put_new(self.path(step), json.dumps(tree).encode())
-        # Read back even after a successful put, because a resumed run uses the content of the file.
-        written = self.read(step)
-        if written is None:
-            raise DamagedError(f"{self.path(step)} was removed during the run; start the run again")
-        return written
+    learned_from: last explore step whose results influenced the choice.
+    """
+    rows = [(task.taskset_number, task.epoch, task.index) for task in tasks]
+    storage.put_new(choice_path(step), json.dumps({"step": step, "learned_from": learned_from, "tasks": rows}).encode())
+    # Read back even after a successful put, because a resumed run uses the content of the file.
+    written = read_choice(storage, step)
+    if written is None:
+        raise DamagedError(f"{choice_path(step)} was removed during the run; start the run again")
+    return written
 
 
 class LearnedOrder:
-    """Task order of one run with a selector that learns; see `task_order.TaskOrder`.
-
-    Example:
-        order = LearnedOrder(storage, log, config, taskset)
-        order.tasks(step=5, known=3)
-    """
+    """Task order of one run with a selector that learns; its `tasks` is a `task_order.TaskOrder`."""
 
     def __init__(self, storage: Storage, log: ExperienceLog, config: Config, taskset: TasksetConfig) -> None:
         """Raises: DataError: the columns of `feature_keys` are missing, or an argument of the selector is wrong."""
@@ -93,7 +82,7 @@ class LearnedOrder:
         """Number of explore steps whose results are in the state."""
         self._log = log
         self._config = config
-        self._chosen = ChosenTasks(storage)
+        self._storage = storage
         self._last: tuple[int, list[TaskRef]] = (0, [])
         """Last step and its tasks, which each work unit of the step needs."""
 
@@ -105,14 +94,14 @@ class LearnedOrder:
         """
         if self._last[0] == step:
             return self._last[1]
-        tasks = self._chosen.read(step)
+        tasks = read_choice(self._storage, step)
         if tasks is None:
             if not self._learn(known):
                 return None
             indices = self._selector.select(self._state, step, self._config.buffer.batch_size).tolist()
             refs = [TaskRef(0, step - 1, index) for index in indices]
             # Stored before it runs: after a restart more results are known, and the choice would differ.
-            tasks = self._chosen.put_if_absent(step, refs, learned_from=self._folded)
+            tasks = store_choice(self._storage, step, refs, learned_from=self._folded)
         self._last = (step, tasks)
         return tasks
 

@@ -29,9 +29,9 @@ import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import CancelledError
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from distributed import KilledWorker
 
@@ -100,6 +100,20 @@ _EVAL_PRIORITY = 1_000_000
 """Dask priority of evaluations, above that of every explore step, which is minus its number."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Submitted:
+    """A work unit on its way to the workers and back."""
+
+    unit: RolloutTask
+    future: UnitFuture
+    allowed: Set[str]
+    """Addresses of the workers that may run it."""
+    seen_s: float
+    """Time at which one of these workers was last connected."""
+    is_admitted: bool = False
+    """True if all its rollouts have slots, on a worker with another free slot."""
 
 
 class Explorer:
@@ -183,14 +197,8 @@ class Explorer:
         """Units of training that were chosen and are not committed, running or not."""
         self._cursor = (1, 0)
         """First unit that may be left to choose."""
-        self._under_way: dict[str, tuple[RolloutTask, UnitFuture]] = {}
+        self._under_way: dict[str, _Submitted] = {}
         """Submitted units by the key of their Dask task."""
-        self._admitted: set[str] = set()
-        """Keys of submitted units whose rollouts all have slots, on workers with another free slot."""
-        self._allowed: dict[str, tuple[str, ...]] = {}
-        """Addresses of the workers that may run a unit, by key."""
-        self._seen_s: dict[str, float] = {}
-        """Time at which one of these workers was last connected, by key."""
         self._warm: set[str] = set()
         """Addresses of the workers that receive units."""
         self._warming: dict[str, UnitFuture] = {}
@@ -262,14 +270,14 @@ class Explorer:
                 if self._evaluates:
                     self._evals.add_due(self._newest, self._trainer_ended_at())
                 eval_window = max(1, num_engines // 2) if self._next_unit() is not None else window
-                while num_engines and self._evals.num_waiting and self._num_under_way(is_eval=True) < eval_window:
+                while num_engines and self._evals.num_waiting and self._num_waiting(is_eval=True) < eval_window:
                     unit = self._evals.take()
                     self._roll_out_rest(unit, self._crashes.begin(unit))
-                while self._retry and num_engines and len(self._under_way.keys() - self._admitted) < window:
+                while self._retry and num_engines and self._num_waiting() < window:
                     self._submit(self._retry.pop(0))
                 while (
                     num_engines
-                    and self._num_under_way(is_eval=False) < window
+                    and self._num_waiting(is_eval=False) < window
                     and (chosen := self._choose_unit()) is not None
                 ):
                     self._begun.add((chosen.explore_step, chosen.unit_index))
@@ -287,8 +295,8 @@ class Explorer:
         finally:
             for topic in (BEGAN_TOPIC, LEAVING_TOPIC, ADMITTED_TOPIC):
                 self._client.unsubscribe_topic(topic)
-            futures = [*(future for _, future in self._under_way.values()), *self._warming.values()]
-            self._client.cancel(futures, force=True)
+            running = [submitted.future for submitted in self._under_way.values()]
+            self._client.cancel([*running, *self._warming.values()], force=True)
             for writer in self._metrics.values():
                 writer.flush()
             if self._claims is not None and self._evaluates:
@@ -369,7 +377,7 @@ class Explorer:
             request_version(self._storage, weights.version)
         # In style fixed the choice depends on the steps from which the weights are trained, not on timing.
         fixed = self._follows_trainer and self._rules.style is SyncStyle.FIXED
-        tasks = self._order.tasks(step, known=steps_needed if fixed else self._complete)
+        tasks = self._order(step, steps_needed if fixed else self._complete)
         if tasks is None or (self._claims is not None and not self._claim(self._claims, upcoming)):
             return None
         size = self._config.tasks_per_unit
@@ -486,85 +494,74 @@ class Explorer:
     def _submit(self, unit: RolloutTask) -> None:
         # The time makes the key unique, or Dask would return the result of an earlier attempt.
         key = f"rollouts-{unit.folder.replace('/', '-')}-{unit.explore_step}-{unit.unit_index}-{time.time_ns()}"
-        allowed = tuple(sorted(self._warm))
         future = self._client.submit(
             self._task,
             unit,
             key=key,
             resources={EXPLORER_RESOURCE: _OVERLAP if self._overlaps else 1},
-            workers=allowed,
+            workers=tuple(sorted(self._warm)),
             priority=_EVAL_PRIORITY if unit.is_eval else -unit.explore_step,
             pure=False,
             retries=0,
         )
         # Before the callback is added, which another thread calls at once if the task has already ended.
-        self._under_way[key], self._allowed[key], self._seen_s[key] = (unit, future), allowed, time.monotonic()
+        self._under_way[key] = _Submitted(unit, future, frozenset(self._warm), time.monotonic())
         future.add_done_callback(lambda done: self._ended.put(str(done.key)))
 
     def _take_vanished(self, workers: Set[str]) -> list[RolloutTask]:
         # Units that wait for workers that are all gone. Dask reports only those that it had assigned.
         now, vanished = time.monotonic(), list[RolloutTask]()
-        for key, (unit, future) in list(self._under_way.items()):
-            if not workers.isdisjoint(self._allowed[key]) or future.status != "pending":
-                self._seen_s[key] = now
-            elif now - self._seen_s[key] > _VANISHED_S:
-                log.warning("work unit %s is submitted again: its workers are gone", unit.key)
-                self._take_out(key)
-                self._client.cancel([future], force=True)
-                vanished.append(unit)
+        for key, submitted in list(self._under_way.items()):
+            if not workers.isdisjoint(submitted.allowed) or submitted.future.status != "pending":
+                submitted.seen_s = now
+            elif now - submitted.seen_s > _VANISHED_S:
+                log.warning("work unit %s is submitted again: its workers are gone", submitted.unit.key)
+                del self._under_way[key]
+                self._client.cancel([submitted.future], force=True)
+                vanished.append(submitted.unit)
         return vanished
 
-    def _take_out(self, key: str) -> tuple[RolloutTask, UnitFuture]:
-        self._admitted.discard(key)
-        del self._allowed[key], self._seen_s[key]
-        return self._under_way.pop(key)
-
-    def _num_under_way(self, is_eval: bool) -> int:
-        # Only units that wait for slots; admitted units do not hold up others.
-        return sum(unit.is_eval == is_eval and key not in self._admitted for key, (unit, _) in self._under_way.items())
+    def _num_waiting(self, is_eval: bool | None = None) -> int:
+        # Submitted units that wait for slots; admitted units do not hold up others. None: of both kinds.
+        waiting = [submitted.unit for submitted in self._under_way.values() if not submitted.is_admitted]
+        return sum(is_eval is None or unit.is_eval == is_eval for unit in waiting)
 
     def _take_ended(self) -> list[UnitFuture]:
-        """Record units that have ended. Returns: their futures, to which no other reference is left."""
-        futures = []
-        for unit, future, result, error in self._wait_for_ended():
-            futures.append(future)
-            if result is not None:
-                self._count(unit, result)
-                self._crashes.ended(result.worker, str(future.key))
-                self._roll_out_rest(unit, self._crashes.finished(unit, result.num_rollouts))
-            elif not self._cancelled():
-                self._take_failure(unit, future, error)
-        return futures
-
-    def _wait_for_ended(self) -> Iterator[tuple[RolloutTask, UnitFuture, RolloutResult | None, BaseException | None]]:
-        """Remove ended units from the window and yield them with result or error; wait `_TICK_S` for the first.
-
-        Neither result nor error: the worker was lost after the unit had ended.
-        """
-        timeout_s = _TICK_S
+        """Record ended units; wait `_TICK_S` for the first. Returns: their futures, which nothing else refers to."""
+        futures, timeout_s = list[UnitFuture](), _TICK_S
         while True:
             try:
                 key = self._ended.get(timeout=timeout_s)
             except queue.Empty:
-                return
+                return futures
             timeout_s = 0.0
-            if key.startswith(_ADMITTED) and (key := key.removeprefix(_ADMITTED)) in self._under_way:
-                self._admitted.add(key)
+            if key.startswith(_ADMITTED):
+                if (admitted := self._under_way.get(key.removeprefix(_ADMITTED))) is not None:
+                    admitted.is_admitted = True
                 continue
-            # "" from `wake`, or a task that was removed before.
-            if key not in self._under_way:
+            # None for "" from `wake`, and for a task that was removed before.
+            if (ended := self._under_way.pop(key, None)) is None:
                 continue
-            unit, future = self._take_out(key)
-            result, status = None, future.status
-            deadline = time.monotonic() + (_RESULT_S if status == "finished" else 0.0)
-            while result is None and time.monotonic() < deadline and not self._cancelled():
-                try:
-                    result = future.result(timeout=_RESULT_POLL_INTERVAL_S)
-                except TimeoutError:
-                    continue
-                except CancelledError:
-                    break
-            yield unit, future, result, future.exception() if status == "error" else None
+            unit, future = ended.unit, ended.future
+            futures.append(future)
+            if (result := self._fetch_result(future)) is not None:
+                self._count(unit, result)
+                self._crashes.ended(result.worker, key)
+                self._roll_out_rest(unit, self._crashes.finished(unit, result.num_rollouts))
+            elif not self._cancelled():
+                self._take_failure(unit, future, future.exception() if future.status == "error" else None)
+
+    def _fetch_result(self, future: UnitFuture) -> RolloutResult | None:
+        # None: the task raised an error, or its worker was lost after it had ended.
+        deadline = time.monotonic() + (_RESULT_S if future.status == "finished" else 0.0)
+        while time.monotonic() < deadline and not self._cancelled():
+            try:
+                return future.result(timeout=_RESULT_POLL_INTERVAL_S)
+            except TimeoutError:
+                continue
+            except CancelledError:
+                break
+        return None
 
     def _take_failure(self, unit: RolloutTask, future: UnitFuture, error: BaseException | None) -> None:
         """Submit the unit again if that may help. Raises: RoleError: it will not; UserError, FencedError: the unit's.
@@ -668,12 +665,10 @@ class Explorer:
             return
         # More workers do not help units that wait for weights on their workers. Admitted units need only the workers
         # that they have.
-        backlog = sum(
-            unit.weights.version <= self._newest and key not in self._admitted
-            for key, (unit, _) in self._under_way.items()
-        )
-        backlog += min(num_engines, len(self._admitted))
-        backlog += len(self._retry) + self._evals.num_waiting
+        admitted = [submitted for submitted in self._under_way.values() if submitted.is_admitted]
+        backlog = min(num_engines, len(admitted)) + len(self._retry) + self._evals.num_waiting
+        for submitted in self._under_way.values():
+            backlog += not submitted.is_admitted and submitted.unit.weights.version <= self._newest
         upcoming = self._next_unit()
         # Add units of the next steps that weights and back-pressure let begin now, up to max_workers.
         while upcoming is not None and backlog < before.max_workers and self._has_room(*upcoming):
@@ -698,7 +693,7 @@ class Explorer:
         self._look_for_weights()
         if self._follows_trainer:
             # Keep the versions that running units, failed units, evaluations or the next step may still load.
-            in_use = [unit.weights.version for unit, _ in self._under_way.values()]
+            in_use = [submitted.unit.weights.version for submitted in self._under_way.values()]
             in_use += [unit.weights.version for unit in self._retry]
             in_use += self._evals.versions_in_use(self._newest, self._trainer_ended_at())
             if self._num_steps:

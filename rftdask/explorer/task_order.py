@@ -6,9 +6,8 @@ run has the same order. This module does not know weights or workers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,72 +21,52 @@ from rftdask.data.task_schedule import TaskRef, explore_tasks
 from rftdask.data.tasksets import Taskset
 from rftdask.storage import Storage
 
-
-class TaskOrder(Protocol):
-    """Chooses the tasks of explore steps."""
-
-    def tasks(self, step: int, known: int) -> list[TaskRef] | None:
-        """The `batch_size` tasks of `step`. None: lost results that the choice needs must be made again first.
-
-        known: last explore step whose results may influence the choice.
-        """
-        ...
-
-
-class FixedOrder:
-    """Order of one or several training tasksets: a pure function of the number of the step.
-
-    Example: FixedOrder(tasksets, {"gsm8k": 7473}, batch_size=32).tasks(step=1, known=0)
-    """
-
-    def __init__(
-        self,
-        tasksets: Sequence[TasksetConfig],
-        sizes: Mapping[str, int],
-        batch_size: int,
-        plugin_dirs: tuple[str, ...] = (),
-    ) -> None:
-        """Reads the rows of tasksets that are ordered by their columns.
-
-        Args: sizes: number of tasks by name of the taskset.
-        Raises: DataError: a column of `feature_keys` is missing or is not numeric.
-        """
-        selectors = [make_selector(taskset.data_selector, plugin_dirs) for taskset in tasksets]
-        self._tasks_of = partial(
-            explore_tasks,
-            sizes=tuple(sizes[taskset.name] for taskset in tasksets),
-            batch_size=batch_size,
-            orders=tuple(
-                partial(selector.order, selector_features(taskset, selector, sizes[taskset.name]))
-                for taskset, selector in zip(tasksets, selectors, strict=True)
-            ),
-            # The checks of the config make sure that these are the same for all tasksets.
-            seed=next((t.data_selector.seed for t, s in zip(tasksets, selectors, strict=True) if s.seeded), 0),
-            epoch_each_step=any(selector.epoch_each_step for selector in selectors),
-        )
-
-    def tasks(self, step: int, known: int) -> list[TaskRef]:
-        """See TaskOrder; ignores `known`."""
-        return self._tasks_of(step)
+TaskOrder = Callable[[int, int], list[TaskRef] | None]
+"""(step, last explore step whose results may influence the choice) -> the `batch_size` tasks of the step. None: lost
+results that the choice needs must be made again first."""
 
 
 def make_task_order(storage: Storage, log: ExperienceLog, config: Config, sizes: Mapping[str, int]) -> TaskOrder:
     """Order of a stage's training tasks. Raises: DataError: a selector does not fit its taskset's columns."""
     tasksets = [taskset for taskset in config.buffer.explorer_input.train_tasksets if taskset.name in sizes]
-    plugin_dirs = config.explorer.plugin_dirs
     if any(trait(taskset.data_selector.selector, "learns") for taskset in tasksets):
         # Late: it imports torch, which the driver needs only here.
         from rftdask.explorer.difficulty import LearnedOrder
 
-        return LearnedOrder(storage, log, config, tasksets[0])  # the only one, as the config checks
-    return FixedOrder(tasksets, sizes, config.buffer.batch_size, plugin_dirs)
+        return LearnedOrder(storage, log, config, tasksets[0]).tasks  # the only one, as the config checks
+    tasks_of = fixed_order(tasksets, sizes, config.buffer.batch_size, config.explorer.plugin_dirs)
+    return lambda step, known: tasks_of(step)
 
 
-def selector_features(taskset: TasksetConfig, selector: Selector, size: int) -> npt.NDArray[np.float64]:
-    """[size, F] numbers of the columns of `feature_keys`; F is 0 for a selector that reads none.
+def fixed_order(
+    tasksets: Sequence[TasksetConfig],
+    sizes: Mapping[str, int],
+    batch_size: int,
+    plugin_dirs: tuple[str, ...] = (),
+) -> Callable[[int], list[TaskRef]]:
+    """Tasks by number of the step, a pure function. Reads the rows of tasksets that are ordered by their columns.
 
-    Raises: DataError: a column is missing or is not numeric.
+    Args: sizes: number of tasks by name of the taskset.
+    Raises: DataError: a column of `feature_keys` is missing or is not numeric.
+    Example: fixed_order(tasksets, {"gsm8k": 7473}, batch_size=32)(1)
     """
+    selectors = [make_selector(taskset.data_selector, plugin_dirs) for taskset in tasksets]
+    return partial(
+        explore_tasks,
+        sizes=tuple(sizes[taskset.name] for taskset in tasksets),
+        batch_size=batch_size,
+        orders=tuple(
+            partial(selector.order, _features(taskset, selector, sizes[taskset.name]))
+            for taskset, selector in zip(tasksets, selectors, strict=True)
+        ),
+        # The checks of the config make sure that these are the same for all tasksets.
+        seed=next((t.data_selector.seed for t, s in zip(tasksets, selectors, strict=True) if s.seeded), 0),
+        epoch_each_step=any(selector.epoch_each_step for selector in selectors),
+    )
+
+
+def _features(taskset: TasksetConfig, selector: Selector, size: int) -> npt.NDArray[np.float64]:
+    # [size, F] numbers of the columns of `feature_keys`; F is 0 for a selector that reads none.
     if not selector.features:
         return np.empty((size, 0))
     return np.array(Taskset(taskset).numbers(taskset.data_selector.feature_keys), np.float64)

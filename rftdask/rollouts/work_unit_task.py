@@ -25,9 +25,9 @@ from rftdask.buffer.log.schema import Experience, Status
 from rftdask.buffer.log.shard import Part, done_units
 from rftdask.buffer.log.writer import UnitWriter
 from rftdask.config import Config
+from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.images import images_in
-from rftdask.data.task import Task
 from rftdask.engines.base import POLICY
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.engines.spec import engine_spec, sampling_params
@@ -101,7 +101,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
 
         def begin_next() -> None:
             # In this thread: Dask gives the next unit to another thread.
-            start.release()
+            start.close()
             worker.log_event(ADMITTED_TOPIC, key)
             secede()
 
@@ -243,18 +243,18 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
     began = time.monotonic()
     published = _wait_for_weights(storage, unit, config)
 
-    # While other units run, load without interrupting them, or take the weights that they use, or wait for their end.
     if _cache.is_busy:
-        may_load = config.synchronizer.load_in_flight and shares and not unit.weights.exact
-        if may_load and _cache.may_load_in_flight and published is not None and is_newer(published, engine.weights):
+        # Load without interrupting the running units, or take the weights that they use, or wait for their end.
+        may_load = config.synchronizer.load_in_flight and not unit.weights.exact and _cache.may_load_in_flight
+        if may_load and published is not None and is_newer(published, engine.weights):
             with _ending_what_hangs(engine):
                 engine.load(storage, _fetch(storage, engine, published, config), in_flight=True)
-        elif not may_join(unit.weights, engine.weights, published):
-            _cache.wait_until_idle()
-            began = time.monotonic()
-            published = _wait_for_weights(storage, unit, config)  # newer ones may exist by now
-    if _cache.is_busy:
-        return _Served(engine, engine.weights, shares, 0.0, load_s)
+            return _Served(engine, engine.weights, shares, 0.0, load_s)
+        if may_join(unit.weights, engine.weights, published):
+            return _Served(engine, engine.weights, shares, 0.0, load_s)
+        _cache.wait_until_idle()
+        began = time.monotonic()
+        published = _wait_for_weights(storage, unit, config)  # newer ones may exist by now
 
     # The engine is idle, and stays idle as long as this unit has the start lock.
     with _ending_what_hangs(engine):
@@ -288,11 +288,10 @@ def _transport(storage: Storage, config: Config) -> Transport | None:
         return None
     worker = get_worker()
     if config.sync_method == "nccl":
-        from rftdask.synchronizer.transports.group_broadcast import (
-            group_transport,  # late: torch, which no other method needs here
-        )
+        # Late: it needs torch, which no other method needs here.
+        from rftdask.synchronizer.transports import group_broadcast
 
-        return group_transport(host_of(worker.address))
+        return group_broadcast.group_transport(host_of(worker.address))
     serve_blocks(worker)
     workers = workers_of(get_client())
     peers = [address for address, info in workers.items() if info["resources"].get(EXPLORER_RESOURCE)]
@@ -377,16 +376,6 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
     return published
 
 
-def _keep_images(storage: Storage, tasks: Sequence[Task]) -> None:
-    """Write the images of the tasks to the run folder, before any row names them, and cache their tokens."""
-    processor = _cache.images()
-    if processor is None:
-        return
-    _ = processor.placeholder_id  # here and not on the event loop, because it loads torch
-    processor.run = storage
-    processor.keep([name for task in tasks for name in images_in(task.messages)])
-
-
 def _roll_out(
     storage: Storage,
     unit: RolloutTask,
@@ -402,19 +391,18 @@ def _roll_out(
     thread once all rollouts have slots and another slot is free, if other units may then start.
     """
     explorer = config.explorer
-    names = _taskset_names(unit, config)
+    tasksets = _tasksets(unit, config)
     refs = [unit.tasks[slot] for slot in slots]
-    tasks = [_cache.taskset(names[ref.taskset_number]).task(ref.epoch, ref.index) for ref in refs]
-    _keep_images(storage, tasks)
+    tasks = [_cache.taskset(tasksets[ref.taskset_number].name).task(ref.epoch, ref.index) for ref in refs]
+    # Write the images of the tasks to the run folder, before any row names them, and cache their tokens.
+    if (processor := _cache.images()) is not None:
+        _ = processor.placeholder_id  # here and not on the event loop, because it loads torch
+        processor.run = storage
+        processor.keep([name for task in tasks for name in images_in(task.messages)])
     if unit.is_eval:  # an evaluation waits for all its tasks, without a limit learned from others
         explorer = explorer.model_copy(update={"over_rollout": OverRolloutConfig()})
     else:
         explorer = explorer.model_copy(update={"max_timeout": _cache.timeout_s(unit.explore_step)})
-    source = config.buffer.explorer_input
-    sampling = {
-        taskset.name: sampling_params(taskset, config, unit.explore_step)
-        for taskset in (source.eval_tasksets if unit.is_eval else source.train_tasksets)
-    }
 
     # In this thread, because it may take minutes and other units share the event loop.
     _cache.start_auxiliary(unit.threads)
@@ -427,10 +415,11 @@ def _roll_out(
     async def run() -> UnitOutcome:
         # On the loop, because clients of models behind an API belong to the event loop that uses them.
         auxiliary = _cache.auxiliary(unit.threads)
+        policy: TextEngine | RemoteModel
         if served.engine is None:
-            policy: TextEngine | RemoteModel = _cache.remote_model(POLICY)
+            policy = _cache.remote_model(POLICY)
         else:
-            policy = text_engine(served.engine, _cache.tokenizer(), config, _cache.images())
+            policy = text_engine(served.engine, _cache.tokenizer(), config, processor)
         return await run_work_unit(
             tasks,
             repeat_times=unit.repeat_times,
@@ -440,7 +429,7 @@ def _roll_out(
             auxiliary=auxiliary,
             explorer=explorer,
             model=config.model,
-            sampling=sampling,
+            sampling={taskset.name: sampling_params(taskset, config, unit.explore_step) for taskset in tasksets},
             weights=served.weights,
             max_wait_s=_MAX_WAIT_FIXED_S,
             on_group=lambda number, experiences: on_group(slots[number], experiences),
@@ -497,25 +486,25 @@ def _in_one_thread(
 
     The end of the block waits for all calls. If the block raises, calls that have not started are dropped.
     """
+    calls: list[Future[None]] = []
     with ThreadPoolExecutor(1, "operators") as thread:
-        calls: list[Future[None]] = []
         try:
             yield lambda slot, experiences: calls.append(thread.submit(function, slot, experiences))
         except BaseException:
             thread.shutdown(wait=False, cancel_futures=True)
             raise
-        for call in calls:
-            call.result()
+    for call in calls:
+        call.result()
 
 
 def commit_poisoned(
     log: ExperienceLog, unit: RolloutTask, config: Config, slots: Sequence[int], error: str
 ) -> RolloutResult:
     """Commit the rollouts of the tasks at `slots` with status poisoned and the reason, without running them."""
-    names = _taskset_names(unit, config)
+    tasksets = _tasksets(unit, config)
     experiences = [
         Experience(
-            taskset=names[unit.tasks[slot].taskset_number],
+            taskset=tasksets[unit.tasks[slot].taskset_number].name,
             epoch=unit.tasks[slot].epoch,
             task_index=unit.tasks[slot].index,
             rollout=rollout,
@@ -530,8 +519,7 @@ def commit_poisoned(
     ]
     # The driver commits them, since they crash every worker. A part names its slots, so that the rest of the unit
     # still counts as missing.
-    whole = len(slots) == len(unit.tasks)
-    part = None if whole else Part(tuple(slots), len(unit.tasks))
+    part = None if len(slots) == len(unit.tasks) else Part(tuple(slots), len(unit.tasks))
     name = log.commit(experiences, explore_step=unit.explore_step, unit=unit.unit_index, part=part)
     tasks = sorted({experience.group_id for experience in experiences})
     num_rollouts = len(slots) * unit.repeat_times
@@ -546,6 +534,6 @@ def commit_poisoned(
     )
 
 
-def _taskset_names(unit: RolloutTask, config: Config) -> list[str]:
+def _tasksets(unit: RolloutTask, config: Config) -> Sequence[TasksetConfig]:
     source = config.buffer.explorer_input
-    return [t.name for t in (source.eval_tasksets if unit.is_eval else source.train_tasksets)]
+    return source.eval_tasksets if unit.is_eval else source.train_tasksets

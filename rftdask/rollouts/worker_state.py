@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -60,19 +60,6 @@ _EXTRA_TIME_S = 60.0
 """Seconds beyond `explorer.max_timeout` that a call of an engine may take before the engine counts as hanging."""
 
 
-class StartLock:
-    """The start lock as held by one work unit; see the module docstring."""
-
-    def __init__(self, mutex: threading.Lock) -> None:
-        self._mutex: threading.Lock | None = mutex
-
-    def release(self) -> None:
-        """Let the next unit start. Idempotent; from the thread that took the lock."""
-        if self._mutex is not None:
-            self._mutex.release()
-            self._mutex = None
-
-
 class WorkerCache:
     """Cache of one worker process. Call `open` first, with the start lock.
 
@@ -82,7 +69,7 @@ class WorkerCache:
             engine = cache.engine(engine_spec(config.explorer.rollout_model, config, ...))
             with cache.under_way(exact=False):
                 ...
-                start.release()      # as soon as another unit may start while this one runs
+                start.close()        # as soon as another unit may start while this one runs
                 ...
     """
 
@@ -126,19 +113,18 @@ class WorkerCache:
         """Seconds of each task, by explore step."""
 
     @contextmanager
-    def start_lock(self, is_cancelled: Callable[[], bool] = lambda: False) -> Iterator[StartLock]:
-        """Wait for the start lock, and release it at the end of the block if it still holds it.
+    def start_lock(self, is_cancelled: Callable[[], bool] = lambda: False) -> Iterator[ExitStack]:
+        """Wait for the start lock. The end of the block releases it, or an earlier `close` of the result.
 
         is_cancelled: checked during all waits of the holder for other units, whose own deadlines bound them. Raises:
             RoleError: cancelled.
         """
         while not self.mutex.acquire(timeout=_POLL_INTERVAL_S):
             _raise_if_cancelled(is_cancelled)
-        start, self._is_cancelled = StartLock(self.mutex), is_cancelled
-        try:
+        self._is_cancelled = is_cancelled
+        with ExitStack() as start:
+            start.callback(self.mutex.release)
             yield start
-        finally:
-            start.release()
 
     @contextmanager
     def under_way(self, *, exact: bool) -> Iterator[None]:

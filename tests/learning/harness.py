@@ -106,7 +106,7 @@ class Run:
         size = self.config.tasks_per_unit
         while self._explored < self._rules.explore_steps_for(step):
             self._explored += 1
-            refs = self._order.tasks(self._explored, self._explored - 1)
+            refs = self._order(self._explored, self._explored - 1)
             assert refs is not None
             tasks = [self._tasksets[self._train_names[ref.taskset_number]].task(ref.epoch, ref.index) for ref in refs]
             self._serve(self._rules.weights_for(self._explored).version)

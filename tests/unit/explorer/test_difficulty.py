@@ -14,7 +14,7 @@ from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config import load_config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import DamagedError, UserError
-from rftdask.explorer.difficulty import ChosenTasks, LearnedOrder, pass_rates
+from rftdask.explorer.difficulty import LearnedOrder, choice_path, pass_rates, read_choice, store_choice
 from rftdask.storage import Storage, open_storage
 
 NUM_TASKS, BATCH_SIZE, REPEAT_TIMES = 12, 4, 2
@@ -71,7 +71,7 @@ def test_a_restarted_explorer_makes_the_same_choices(tmp_path: Path) -> None:
             if restarts:
                 explorer = world.explorer()
             world.run(step, explorer.tasks(step, known=max(0, step - 2)))
-        schedules.append([ChosenTasks(world.storage).read(step) for step in range(1, 7)])
+        schedules.append([read_choice(world.storage, step) for step in range(1, 7)])
     assert schedules[0] == schedules[1]
 
 
@@ -80,9 +80,9 @@ def test_results_beyond_the_known_steps_are_ignored(tmp_path: Path) -> None:
     world.run(1, [TaskRef(0, 0, index) for index in (0, 1, 2, 3)])
     world.run(2, [TaskRef(0, 1, index) for index in (4, 6, 8, 10)])
     chosen = world.explorer().tasks(3, known=1)
-    world.storage.remove(ChosenTasks(world.storage).path(3))
+    world.storage.remove(choice_path(3))
     assert world.explorer().tasks(3, known=1) == chosen
-    world.storage.remove(ChosenTasks(world.storage).path(3))
+    world.storage.remove(choice_path(3))
     assert world.explorer().tasks(3, known=2) != chosen
 
 
@@ -102,10 +102,8 @@ def test_tasks_near_the_target_are_chosen_without_repeats(tmp_path: Path) -> Non
 def test_a_stored_choice_stays_even_if_the_results_change(tmp_path: Path) -> None:
     world = World(tmp_path)
     written = [TaskRef(0, 4, index) for index in (3, 1, 7, 5)]
-    assert ChosenTasks(world.storage).put_if_absent(5, written, learned_from=3) == written
-    assert ChosenTasks(world.storage).put_if_absent(5, written[::-1], learned_from=4) == written, (
-        "only the first counts"
-    )
+    assert store_choice(world.storage, 5, written, learned_from=3) == written
+    assert store_choice(world.storage, 5, written[::-1], learned_from=4) == written, "only the first counts"
     assert world.explorer().tasks(5, known=3) == written, "no result is needed"
 
 
@@ -119,7 +117,7 @@ def test_a_damaged_result_is_quarantined_and_awaited(tmp_path: Path) -> None:
     assert explorer.tasks(2, known=1) is None
     assert world.log.num_quarantined() == 1
     assert explorer.tasks(2, known=1) is None, "one of two batches is missing"
-    assert ChosenTasks(world.storage).read(2) is None
+    assert read_choice(world.storage, 2) is None
     world.run(1, tasks)
     assert explorer.tasks(2, known=1) is not None
 

@@ -8,7 +8,7 @@ import pytest
 
 from rftdask.config import Config, load_config
 from rftdask.errors import ConfigError, DataError
-from rftdask.explorer.task_order import FixedOrder
+from rftdask.explorer.task_order import fixed_order
 
 EASY = [0.1, 0.9, 0.5, 0.9]
 EASY_TO_HARD = [3, 1, 2, 0]
@@ -30,7 +30,7 @@ def epoch(config: Config, number: int) -> dict[int, list[int]]:
     """Rows of each taskset in an epoch, in order."""
     tasksets = config.buffer.explorer_input.train_tasksets
     sizes = {taskset.name: len(EASY) for taskset in tasksets}
-    tasks = FixedOrder(tasksets, sizes, batch_size=sum(sizes.values())).tasks(number + 1, known=0)
+    tasks = fixed_order(tasksets, sizes, batch_size=sum(sizes.values()))(number + 1)
     return {n: [task.index for task in tasks if task.taskset_number == n] for n in range(len(tasksets))}
 
 

@@ -277,7 +277,7 @@ def test_a_cancelled_unit_stops_waiting_for_other_units(storage: Storage, monkey
         # Waiting for the start lock.
         with pytest.raises(RoleError, match="was cancelled"), cache.start_lock(lambda: True):
             pass
-        start.release()
+        start.close()
     with cache.under_way(exact=False):
         for wait in (cache.wait_until_idle, cache.wait_for_slot):
             cache.shared()[0].enter(wait, (SLOT,), admit=lambda: None)
@@ -297,9 +297,9 @@ def test_a_cancelled_unit_stops_waiting_for_other_units(storage: Storage, monkey
 def test_overlapping_units_release_the_lock_and_count_time_once() -> None:
     cache = WorkerCache()
     with cache.start_lock() as start:
-        start.release()
+        start.close()
         with cache.start_lock():  # the next unit holds it already
-            start.release()
+            start.close()
             assert cache.mutex.locked()
     began_s = time.monotonic() - 3.0
     assert cache.count_time(began_s) >= 3.0
