@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 from rftdask.buffer.log.schema import Experience
@@ -18,6 +19,8 @@ from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
 from rftdask.rollouts.work_units import RolloutTask
+from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
+from rftdask.rollouts.workflows.registry import workflow
 from rftdask.synchronizer.published import Published
 from rftdask.synchronizer.styles import WeightRequirement
 
@@ -121,6 +124,31 @@ def run(
     """Run one work unit. Returns: its experiences. changes: as in `settings`."""
     batch = {"repeat_times": repeat_times, "greedy_baseline": greedy_baseline, "on_group": on_group}
     return outcome(tasks, TextEngine(generate_batch, CharTokenizer()), batch, **changes).experiences
+
+
+_numbers = count()
+
+
+def named(function: WorkflowFn, **declared: int) -> str:
+    """Register a workflow of this process under a unique name."""
+    name = f"test_workflow_{next(_numbers)}"
+    workflow(name, in_process=True, **declared)(function)
+    return name
+
+
+def returns(value: Any, **options: Any) -> str:
+    """Name of a workflow that calls the policy once, with these options, and returns `value`."""
+
+    async def returning(task: Task, model: PolicyModel) -> Any:
+        await model.generate("p", **options)
+        return value
+
+    return named(returning)
+
+
+async def hangs(task: Task, model: PolicyModel) -> float:
+    await asyncio.sleep(3600)
+    return 1.0
 
 
 _fork_servers: dict[SandboxSpec, ForkServer] = {}

@@ -17,9 +17,8 @@ from rftdask.data.task import Task
 from rftdask.rollouts.concurrency_limits import SLOT, KvCacheBudget, SharedSlots, slots_by_memory
 from rftdask.rollouts.runner import SharedLoop, TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
-from rftdask.rollouts.workflows.registry import workflow
 from rftdask.synchronizer.published import Published
-from tests.unit.rollouts.rollout_cases import VERSION, CharTokenizer, replies, settings, task
+from tests.unit.rollouts.rollout_cases import VERSION, CharTokenizer, named, replies, settings, task
 
 
 def test_later_keys_are_admitted_when_earlier_ones_leave() -> None:
@@ -62,8 +61,7 @@ class Gate:
                 self.running.remove(task.index)
             return 1.0
 
-        self.name = f"test_places_{id(self)}"
-        workflow(self.name, in_process=True)(gated)
+        self.name = named(gated)
 
     def end(self, *indices: int) -> None:
         for index in indices:
@@ -170,14 +168,8 @@ def test_units_on_a_shared_loop_run_concurrently() -> None:
 
 
 def test_slots_by_memory_follow_the_mean_length_of_rollouts() -> None:
-    assert [slots_by_memory(1000, mean, fewest=8) for mean in (10.0, 30.0, 124.9, 125.1, 5000.0, 0.0)] == [
-        100,
-        33,
-        8,
-        8,
-        8,
-        1000,
-    ]
+    slots = {10.0: 100, 30.0: 33, 124.9: 8, 125.1: 8, 5000.0: 8, 0.0: 1000}
+    assert {mean: slots_by_memory(1000, mean, fewest=8) for mean in slots} == slots
 
 
 def test_added_slots_admit_and_removed_ones_go_as_holders_leave() -> None:

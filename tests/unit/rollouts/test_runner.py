@@ -21,28 +21,21 @@ from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.recording import rollout_seed
 from rftdask.rollouts.rollout import STOP_GRACE_S
 from rftdask.rollouts.runner import TextEngine
-from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step, WorkflowFn
-from rftdask.rollouts.workflows.registry import workflow
+from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
 from tests.unit.rollouts.rollout_cases import (
     VERSION,
     CharTokenizer,
     cut_at,
     generation,
+    hangs,
+    named,
     outcome,
     prompt_of,
     replies,
+    returns,
     run,
     task,
 )
-
-_numbers = iter(range(1_000_000))
-
-
-def named(function: WorkflowFn) -> str:
-    """Register a workflow under a unique name."""
-    name = f"test_workflow_{next(_numbers)}"
-    workflow(name, in_process=True)(function)
-    return name
 
 
 def failure(experience: Experience) -> tuple[Status, float | None, int, int]:
@@ -94,11 +87,7 @@ def test_experiences_contain_the_steps_of_the_workflow() -> None:
             await model.generate(f"turn {turn}")
         return Reward(1.0, steps=(Step("start", 0.25), Step("door")))
 
-    async def has_no_steps(task: Task, model: PolicyModel) -> Reward:
-        await model.generate("p")
-        return Reward(1.0)
-
-    rows = run([task(0, named(walks)), task(1, named(has_no_steps))], replies("x"))
+    rows = run([task(0, named(walks)), task(1, returns(Reward(1.0)))], replies("x"))
     assert [(e.env_state, e.turn_reward, e.reward) for e in rows] == [
         ("start", 0.25, 1.0),
         ("door", None, 1.0),
@@ -115,11 +104,7 @@ def test_experiences_contain_the_steps_of_the_workflow() -> None:
     ],
 )
 def test_invalid_steps_fail_the_rollout(steps: tuple[Step, ...], message: str) -> None:
-    async def returns_steps(task: Task, model: PolicyModel) -> Reward:
-        await model.generate("p")
-        return Reward(1.0, steps=steps)
-
-    [bad] = run([task(0, named(returns_steps))], replies("x"))
+    [bad] = run([task(0, returns(Reward(1.0, steps=steps)))], replies("x"))
     assert bad.status is Status.FAILED
     assert bad.error.startswith(message)
 
@@ -223,11 +208,7 @@ def test_the_last_failure_becomes_an_experience_without_reward() -> None:
     ],
 )
 def test_a_reward_or_metric_that_is_not_finite_fails(value: Any, error: str) -> None:
-    async def strange(task: Task, model: PolicyModel) -> Any:
-        await model.generate("p")
-        return value
-
-    name = named(strange)
+    name = returns(value)
     [experience] = run([task(0, name)], replies("x"))
     assert failure(experience) == (Status.FAILED, None, 0, 1)
     assert error in experience.error
@@ -236,11 +217,7 @@ def test_a_reward_or_metric_that_is_not_finite_fails(value: Any, error: str) -> 
 
 @pytest.mark.parametrize("value", [True, 1, np.float32(1.0), np.int64(1), Fraction(1)])
 def test_every_real_number_is_a_reward(value: Any) -> None:
-    async def numeric(task: Task, model: PolicyModel) -> Any:
-        await model.generate("p")
-        return value
-
-    [experience] = run([task(0, named(numeric))], replies("x"))
+    [experience] = run([task(0, returns(value))], replies("x"))
     assert experience.reward == 1.0 and type(experience.reward) is float
 
 
@@ -271,10 +248,6 @@ def test_a_hung_attempt_is_cancelled_before_its_retry() -> None:
 
 
 def test_a_hung_rollout_does_not_block_the_engine() -> None:
-    async def hangs(task: Task, model: PolicyModel) -> float:
-        await asyncio.sleep(3600)
-        return 1.0
-
     hung, good = run([task(0, named(hangs)), task(1)], replies("4"), max_timeout=0.1, max_retry_times=0)
     assert (hung.status, good.status) == (Status.TIMEOUT, Status.OK)
 
@@ -332,20 +305,12 @@ def test_an_engine_error_ends_the_unit_even_if_swallowed() -> None:
         return generate_batch
 
     name = named(swallows)
-    for tasks, call in [
-        ([task(0), task(1)], 1),
-        ([task(0, name), task(1, name)], 1),
-        ([task(0, name), task(1, name)], 2),
-    ]:
+    for flow, call in [("math_workflow", 1), (name, 1), (name, 2)]:
         with pytest.raises(RoleError, match="engine 0: out of memory"):
-            run(tasks, breaks_at(call), repeat_times=2)
+            run([task(0, flow), task(1, flow)], breaks_at(call), repeat_times=2)
 
 
 def test_an_engine_error_ends_all_other_rollouts() -> None:
-    async def hangs(task: Task, model: PolicyModel) -> float:
-        await asyncio.sleep(3600)
-        return 1.0
-
     async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
         raise RoleError("gone")
 
@@ -385,9 +350,8 @@ def test_sampling_of_a_call_overrides_that_of_the_taskset() -> None:
         await model.generate("p", top_p=0.5)
         return 1.0
 
-    first, second = run(
-        [task(0, named(asks_twice))], replies("x"), sampling=SamplingParams(max_tokens=100, temperature=0.0)
-    )
+    greedy = SamplingParams(max_tokens=100, temperature=0.0)
+    first, second = run([task(0, named(asks_twice))], replies("x"), sampling=greedy)
     assert [(row.temperature, row.top_p) for row in (first, second)] == [(0.0, 1.0), (0.0, 0.5)]
 
 
@@ -401,10 +365,8 @@ def test_weights_that_changed_in_flight_have_no_hash_here() -> None:
 
 
 def test_seeds_depend_on_run_task_rollout_and_turn() -> None:
-    seeds = [
-        rollout_seed(*key) for key in [(1, "t/0/0", 0, 0), (2, "t/0/0", 0, 0), (1, "t/0/1", 0, 0), (1, "t/0/0", 1, 0)]
-    ]
-    seeds.append(rollout_seed(1, "t/0/0", 0, 1))
+    tasks = [(1, "t/0/0", 0), (2, "t/0/0", 0), (1, "t/0/1", 0), (1, "t/0/0", 1)]
+    seeds = [*(rollout_seed(*key, 0) for key in tasks), rollout_seed(1, "t/0/0", 0, 1)]
     assert len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
     assert rollout_seed(42, "gsm8k/0/17", 3, 0) == 4272670318136131685  # resumed runs rely on it after an upgrade
 
@@ -460,13 +422,8 @@ def test_use_of_auxiliary_models_counts_all_attempts() -> None:
     retried = outcome([task(0, name)], TextEngine(replies("44"), CharTokenizer()), batch, max_retry_times=1, **never)
     assert {row.status for row in retried.experiences} == {Status.FAILED}
     assert retried.uses["judge"].calls == 4
-    assert use.sums(None, 10.0) == {
-        "calls": 2.0,
-        "failures": 0.0,
-        "prompt_tokens": 2.0,
-        "response_tokens": 8.0,
-        "cost": 8e-5,
-    }
+    sums = {"calls": 2.0, "failures": 0.0, "prompt_tokens": 2.0, "response_tokens": 8.0, "cost": 8e-5}
+    assert use.sums(None, 10.0) == sums
     assert "cost" not in use.sums(None, None)
 
 

@@ -16,18 +16,20 @@ from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest
 from rftdask.rollouts.runner import TextEngine
-from rftdask.rollouts.workflows.base import PolicyModel, Reward, WorkflowFn
-from rftdask.rollouts.workflows.registry import workflow
-from tests.unit.rollouts.rollout_cases import CharTokenizer, cut_at, generation, outcome, replies, run, task
+from rftdask.rollouts.workflows.base import PolicyModel, Reward
+from tests.unit.rollouts.rollout_cases import (
+    CharTokenizer,
+    cut_at,
+    generation,
+    named,
+    outcome,
+    replies,
+    returns,
+    run,
+    task,
+)
 
 LONG = "a rather long answer, in more than one piece"
-_numbers = count()
-
-
-def named(function: WorkflowFn, **declared: int) -> str:
-    name = f"test_waiting_{next(_numbers)}"
-    workflow(name, in_process=True, **declared)(function)
-    return name
 
 
 async def late_for_odd_rollouts(task: Task, model: PolicyModel) -> float:
@@ -118,13 +120,8 @@ def test_a_slow_rollout_delays_only_one_call() -> None:
 
     name, log = named(three_turns), []  # type: ignore[var-annotated]
     batch = {"max_wait_s": 0.3}
-    result = outcome(
-        [task(0, name), task(1, name)],
-        TextEngine(replies("4", log), CharTokenizer()),
-        batch,
-        max_timeout=0.7,
-        max_retry_times=0,
-    )
+    policy = TextEngine(replies("4", log), CharTokenizer())
+    result = outcome([task(0, name), task(1, name)], policy, batch, max_timeout=0.7, max_retry_times=0)
     # If each call waited 0.3 s for task 0, the third would miss the deadline of task 1.
     assert [e.status for e in result.experiences] == [Status.TIMEOUT, Status.OK, Status.OK, Status.OK]
 
@@ -195,21 +192,13 @@ def test_auxiliary_requests_use_their_own_limits_and_sampling(
     ],
 )
 def test_an_invalid_call_fails_only_its_own_rollout(options: dict[str, float], error: str) -> None:
-    async def asks(task: Task, model: PolicyModel) -> float:
-        await model.generate("p", **options)
-        return 1.0
-
-    bad, good = run([task(0, named(asks)), task(1)], replies("4"), max_retry_times=0)
+    bad, good = run([task(0, returns(1.0, **options)), task(1)], replies("4"), max_retry_times=0)
     assert bad.error.startswith(error) and good.status is Status.OK
 
 
 def test_max_tokens_of_a_call_is_bounded_by_the_run() -> None:
-    async def asks(task: Task, model: PolicyModel) -> float:
-        await model.generate("p", max_tokens=10**9)
-        return 1.0
-
     log: list = []
-    run([task(0, named(asks))], replies("4", log))
+    run([task(0, returns(1.0, max_tokens=10**9))], replies("4", log))
     assert log[0][0].sampling.max_tokens == 100
 
 
@@ -225,13 +214,9 @@ def test_seeds_count_only_calls_of_the_policy() -> None:
         await model.generate("p")
         return 1.0
 
-    async def asks_at_once(task: Task, model: PolicyModel) -> float:
-        await model.generate("p")
-        return 1.0
-
     judge = TextEngine(replies("x"), CharTokenizer())
-    for function in (asks_a_judge_first, asks_at_once):
-        outcome([task(0, named(function))], TextEngine(engine, CharTokenizer()), {"auxiliary": {"j": judge}})
+    for name in (named(asks_a_judge_first), returns(1.0)):
+        outcome([task(0, name)], TextEngine(engine, CharTokenizer()), {"auxiliary": {"j": judge}})
     assert seeds[0] == seeds[1]
 
 
@@ -245,10 +230,6 @@ def test_seeds_count_only_calls_of_the_policy() -> None:
     ],
 )
 def test_a_prompt_is_as_long_as_the_model_allows(keys: dict[str, Any], length: int | None) -> None:
-    async def asked(task: Task, model: PolicyModel) -> float:
-        await model.generate("a prompt of some length.")
-        return 0.0
-
     tree = {
         "model": {"model_path": "none", "max_model_len": 200, "max_response_tokens": 100, **keys},
         "buffer": {"total_steps": 1, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
@@ -256,7 +237,8 @@ def test_a_prompt_is_as_long_as_the_model_allows(keys: dict[str, Any], length: i
     log: list[list[GenerateRequest]] = []
     model = load_config(tree).model
     policy = TextEngine(replies("yes", log), CharTokenizer())
-    [row] = outcome([task(0, named(asked))], policy, {}, model=model, max_retry_times=0).experiences
+    asked = task(0, "simple_workflow", prompt="a prompt of some length.", messages=(), reward_fn="math_reward")
+    [row] = outcome([asked], policy, {}, model=model, max_retry_times=0).experiences
     if length is None:
         assert row.status is Status.FAILED and "PromptTooLongError" in row.error
     else:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from itertools import count
 
 import pytest
 
@@ -20,14 +19,12 @@ from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.worker_state import text_engine
-from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
-from rftdask.rollouts.workflows.registry import workflow
+from rftdask.rollouts.workflows.base import PolicyModel
 from tests.unit.engines.engine_contract import engine_spec
-from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, prompt_of, task
+from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, named, outcome, prompt_of, task
 
 KEY = RolloutKey(0, 0)
 DEADLINE_S = 120.0
-_numbers = count()
 
 
 def request(name: str) -> GenerateRequest:
@@ -211,12 +208,6 @@ def test_silence_counts_only_while_requests_run() -> None:
 
 
 # ---- with rollouts
-
-
-def named(function: WorkflowFn) -> str:
-    name = f"test_stream_{next(_numbers)}"
-    workflow(name, in_process=True)(function)
-    return name
 
 
 def test_quick_rollout_does_not_wait_for_a_slow_one() -> None:
