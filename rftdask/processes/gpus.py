@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import resource
 import stat
 import tempfile
 import time
@@ -117,8 +118,9 @@ def out_of_memory(error: BaseException, doing: str, change: str) -> UserError | 
     cause: BaseException | None = error
     while cause is not None and not (type(cause).__name__ == "OutOfMemoryError" or "out of memory" in str(cause)):
         if "DefaultCPUAllocator" in str(cause) or isinstance(cause, MemoryError):
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
             return UserError(
-                f"out of host memory while {doing}: {_first_line(cause)}; this process used up to {_host_peak():.1f} "
+                f"out of host memory while {doing}: {_first_line(cause)}; this process used up to {peak:.1f} "
                 f"GiB. Give its machine or job more memory, or {change}"
             )
         cause = cause.__cause__
@@ -209,13 +211,6 @@ def _gpu_peak() -> str:
         f"; the peak was {peak / _GIB:.1f} GiB in tensors and {reserved / _GIB:.1f} GiB in the allocator, of "
         f"{total / _GIB:.1f} GiB; other processes use {others / _GIB:.1f} GiB"
     )
-
-
-def _host_peak() -> float:
-    """Highest host memory use of this process, in GiB."""
-    import resource  # late: only for an error text
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
 
 
 def _first_line(error: BaseException) -> str:

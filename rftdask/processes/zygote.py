@@ -306,9 +306,6 @@ _modules: list[str] = []
 _starting = threading.Lock()
 
 
-_Start = Callable[[str, Sequence[str]], "subprocess.Popen[bytes] | None"]
-
-
 def _start_interpreter(folder: str, modules: Sequence[str]) -> subprocess.Popen[bytes]:
     # A plain script may have extended sys.path, which PYTHONPATH does not show.
     code = f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from {__name__} import main; main{folder, modules}"
@@ -317,7 +314,10 @@ def _start_interpreter(folder: str, modules: Sequence[str]) -> subprocess.Popen[
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=import_environment())
 
 
-def start_zygote(modules: Sequence[str] = (), start: _Start = _start_interpreter) -> str:
+def start_zygote(
+    modules: Sequence[str] = (),
+    start: Callable[[str, Sequence[str]], subprocess.Popen[bytes] | None] = _start_interpreter,
+) -> str:
     """Queue imports in the zygote of this process and return its address. Starts a zygote if none runs.
 
     start: starts the process that calls `main` with the folder of the zygote and the modules to import; returns the

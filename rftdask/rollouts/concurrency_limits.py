@@ -1,9 +1,9 @@
-"""Limits on how many rollouts of a kind run at once, also across work units, and the KV cache budget of an engine.
+"""Limits on how many rollouts of a kind run at once, also across work units.
 
 A rollout takes one slot of each of its kinds, all of them or none: holding one while waiting for another could
 deadlock. An engine's slots are such a kind (`SLOT`). Work units that overlap in one engine share a `SharedSlots`, so
-the next unit takes the slots that the long responses of one unit leave free. The KV cache bounds the requests of a
-server one by one (`KvCacheBudget`), and an explorer's rollouts by their mean length (`slots_by_memory`).
+the next unit takes the slots that the long responses of one unit leave free. The KV cache of an engine bounds the slots
+by the mean length of rollouts (`slots_by_memory`).
 
 Invariant: rollouts are admitted in the order in which they entered, except that one that waits for a full kind does not
 hold up later ones that need other kinds. So the order of admission does not depend on timing.
@@ -16,37 +16,6 @@ from collections.abc import Callable, Hashable, Mapping
 
 SLOT = "slot"
 """Kind of an engine's slots. A rollout has one from its beginning to its end."""
-
-
-class KvCacheBudget:
-    """Tokens of keys and values that an engine's memory holds, and those in use.
-
-    Example:
-        budget = KvCacheBudget(100)
-        budget.take(60); budget.has_room(50), budget.has_room(40)  ->  False, True
-        budget.give(60); budget.has_room(300)  ->  True, because an empty engine takes any request
-    """
-
-    def __init__(self, num_tokens: int | None) -> None:
-        """num_tokens: capacity. None: unknown, so there is always room."""
-        self.num_tokens = num_tokens
-        self.taken = 0
-
-    def has_room(self, needed: int) -> bool:
-        """True if a request of `needed` tokens may enter now."""
-        return self.num_tokens is None or not self.taken or self.missing(needed) <= 0
-
-    def missing(self, needed: int) -> int:
-        """Tokens to be freed before a request of `needed` tokens fits. 0 or less: it fits."""
-        return 0 if self.num_tokens is None else self.taken + needed - self.num_tokens
-
-    def take(self, num_tokens: int) -> None:
-        """Count a request that entered."""
-        self.taken += num_tokens
-
-    def give(self, num_tokens: int) -> None:
-        """Free the tokens of a request that ended."""
-        self.taken -= num_tokens
 
 
 def slots_by_memory(cache_tokens: int, mean_tokens: float, fewest: int) -> int:

@@ -101,11 +101,9 @@ class Rollout:
             await admitted.wait()
             # Outside of the attempt's time: the workflow cannot shorten the wait for a slot.
             self.times.queue_s = time.perf_counter() - began
-            for attempt in range(self.explorer.max_retry_times + 1):
-                experiences = await self._attempt(attempt)
-                if experiences is not None:
-                    return experiences
-            raise AssertionError("unreachable: the last attempt returns")
+            while (experiences := await self._attempt(self.times.num_retries)) is None:
+                self.times.num_retries += 1
+            return experiences
         except asyncio.CancelledError:
             if not self.cancel_reason:
                 raise
@@ -115,7 +113,6 @@ class Rollout:
 
     async def _attempt(self, attempt: int) -> list[Experience] | None:
         """Run one attempt. Returns: its experiences, or one with its error if it was the last. None: try again."""
-        self.times.num_retries = attempt
         # Each attempt has its own model, which records only the calls of this attempt and is closed at its end.
         model = self.new_model(self)
         try:

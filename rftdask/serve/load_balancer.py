@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.engines.client import AskedEngine
 from rftdask.errors import RoleError, WaitTimeout
-from rftdask.rollouts.concurrency_limits import KvCacheBudget
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 
@@ -51,8 +50,8 @@ class _Slot:
 
     engine: AskedEngine
     queue: RequestQueue
-    room: KvCacheBudget
-    """Tokens reserved for the prompts and longest answers of running calls."""
+    num_taken: int = 0
+    """Tokens of its KV cache that are reserved for the prompts and longest answers of running calls."""
     num_calls: int = 0
 
     @property
@@ -62,7 +61,12 @@ class _Slot:
     @property
     def load(self) -> float:
         """Fraction of its memory in use; for engines of unknown size, the tokens in use."""
-        return self.room.taken / (self.room.num_tokens or 1)
+        return self.num_taken / (self.engine.cache_tokens or 1)
+
+    def num_missing(self, needed: int) -> int:
+        """Tokens to be freed before a call of `needed` tokens fits. 0 or less: it fits, or the size is unknown."""
+        capacity = self.engine.cache_tokens
+        return 0 if capacity is None else self.num_taken + needed - capacity
 
 
 class LoadBalancer(RequestQueue):
@@ -83,7 +87,7 @@ class LoadBalancer(RequestQueue):
     def add(self, engine: AskedEngine) -> None:
         """Start sending requests to an engine."""
         queue = StreamingQueue(Streaming(engine.submit, _TIMEOUT_S, str(engine)))
-        self._slots.append(_Slot(engine, queue, KvCacheBudget(engine.cache_tokens)))
+        self._slots.append(_Slot(engine, queue))
 
     def take_lost(self) -> list[AskedEngine]:
         """Remove and return the lost engines."""
@@ -113,7 +117,7 @@ class LoadBalancer(RequestQueue):
         num_losses = 0
         while True:
             slot = self._choose(num_tokens)
-            slot.room.take(num_tokens)
+            slot.num_taken += num_tokens
             slot.num_calls += 1
             began_s = self._clock()
             try:
@@ -125,7 +129,7 @@ class LoadBalancer(RequestQueue):
                     raise
                 log.info("retrying a call on another engine: %s", error)
             finally:
-                slot.room.give(num_tokens)
+                slot.num_taken -= num_tokens
                 slot.num_calls -= 1
                 self._mean_s += _NEWEST_SHARE * (self._clock() - began_s - self._mean_s)
 
@@ -137,19 +141,20 @@ class LoadBalancer(RequestQueue):
         free = [
             slot
             for slot in slots
-            if slot.room.has_room(num_tokens)
-            and (slot.room.num_tokens is not None or limit is None or slot.num_calls < limit)
+            # An idle engine takes a call of any size.
+            if (not slot.num_taken or slot.num_missing(num_tokens) <= 0)
+            and (slot.engine.cache_tokens is not None or limit is None or slot.num_calls < limit)
         ]
         if free:
             return min(free, key=lambda slot: slot.load)
-        slot = min(slots, key=lambda slot: slot.room.missing(num_tokens))
-        if slot.room.num_tokens is None:
+        slot = min(slots, key=lambda slot: slot.num_missing(num_tokens))
+        if slot.engine.cache_tokens is None:
             raise FullError(f"every engine has its limit of {limit} concurrent requests; try again later", 1)
         # Seconds until the missing tokens become free, if calls keep theirs for the recent mean duration.
-        retry_after_s = math.ceil(slot.room.missing(num_tokens) / max(1, slot.room.taken) * self._mean_s)
+        retry_after_s = math.ceil(slot.num_missing(num_tokens) / max(1, slot.num_taken) * self._mean_s)
         raise FullError(
-            f"the request may need {num_tokens} tokens of engine memory, and {slot.room.taken} of "
-            f"{slot.room.num_tokens} are in use; try again later, or request fewer max_tokens",
+            f"the request may need {num_tokens} tokens of engine memory, and {slot.num_taken} of "
+            f"{slot.engine.cache_tokens} are in use; try again later, or request fewer max_tokens",
             min(_MAX_RETRY_AFTER_S, max(1, retry_after_s)),
         )
 

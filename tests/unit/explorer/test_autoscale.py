@@ -1,10 +1,5 @@
-"""Promises of the rule for the number of explorer workers:
-
-- never fewer than min_workers, never more than max_workers;
-- after a long idle time, never more than the runnable work units, beyond min_workers;
-- more at once when there is more work, fewer only after idle_s without need for them;
-- open requests to a cluster are bounded;
-- constant work means a constant target.
+"""Promises of the rule for the number of explorer workers: it stays within its limits, follows more work at once and
+less work after idle_s, and bounds open requests.
 """
 
 from __future__ import annotations

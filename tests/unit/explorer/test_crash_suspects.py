@@ -1,14 +1,5 @@
-"""Promises of the search for the task that crashes its workers, and of the records of the explorer:
-
-- every crashing task of a unit is found, no other one is blamed, and all others are run to their end;
-- unrelated losses blame no task, unless the same task runs isolated on MAX_CRASHES lost workers in a row;
-- the number of losses is bounded: MAX_CRASHES for the unit, MAX_CRASHES for each crashing task;
-- a unit that waited on a lost worker is not a suspect; one that ran there is, even if the worker could not report it,
-  unless the worker was requested to end;
-- units that overlapped on a lost worker all become suspects and then run isolated; a failure of their engine counts
-  once;
-- a crashing task is recognized in later epochs; its siblings are not affected;
-- causes other than a task end the run, with the numbers: endless losses, and one task after another.
+"""Promises of the search for the task that crashes its workers: every crashing task is found with a bounded number of
+losses, no other one is blamed, and causes other than a task end the run.
 """
 
 from __future__ import annotations
@@ -104,38 +95,47 @@ def test_a_unit_of_one_task_has_as_many_chances() -> None:
 # ---- what the explorer remembers
 
 
+def lose(tracker: CrashTracker, unit: RolloutTask, was_running: bool = True) -> CrashSuspect:
+    return tracker.lost(unit, was_running, cause="gone")
+
+
 def blame_first_task(tracker: CrashTracker, unit: RolloutTask) -> CrashSuspect:
     """Lose workers under the unit until its first task is set aside."""
     suspect = CrashSuspect(len(unit.tasks))
     while not suspect.to_set_aside:
-        suspect = tracker.lost(unit, was_running=True, cause="gone")
+        suspect = lose(tracker, unit)
     tracker.set_aside(unit, suspect.to_set_aside)
     return suspect
 
 
 def test_only_tasks_running_on_a_lost_worker_are_suspects() -> None:
     tracker = CrashTracker()
+
+    def suspects() -> list[str]:
+        return [key for key in ("one", "two", "waiting") if tracker.was_running(key, on=WORKER)]
+
     tracker.began(WORKER, "one")
-    assert tracker.was_running("one", on=WORKER)
-    assert not tracker.was_running("waiting", on=WORKER)
+    assert suspects() == ["one"]
     tracker.ended(WORKER, "the one before")
-    assert not tracker.was_running("waiting", on=WORKER)
+    assert suspects() == ["one"]
+    tracker.began(WORKER, "two")
+    assert suspects() == ["one", "two"]
     tracker.ended(WORKER, "one")
-    assert tracker.was_running("waiting", on=WORKER), "it may have begun without a report"
+    assert suspects() == ["two"]
+    tracker.ended(WORKER, "two")
+    assert suspects() == ["one", "two", "waiting"], "any may have begun without a report"
+    tracker.began(WORKER, "one")
+    tracker.leaves(WORKER)
+    assert suspects() == [], "the worker was requested to end"
+    assert tracker.was_running("one", on="tcp://10.0.0.8:4711")
 
 
 def test_overlapping_units_become_suspects_and_run_isolated() -> None:
     tracker = CrashTracker()
-    tracker.began(WORKER, "one")
-    tracker.began(WORKER, "two")
-    assert tracker.was_running("one", on=WORKER) and tracker.was_running("two", on=WORKER)
-    assert not tracker.was_running("waiting", on=WORKER)
-    tracker.ended(WORKER, "one")
-    assert not tracker.was_running("one", on=WORKER) and tracker.was_running("two", on=WORKER)
     assert not tracker.begin(work_unit(1, 2)).is_isolated
-    suspect = tracker.lost(work_unit(1, 2), was_running=True, cause="gone")
+    suspect = lose(tracker, work_unit(1, 2))
     assert (suspect.is_isolated, suspect.next_slots) == (True, None)
-    assert not tracker.lost(work_unit(3, 4, step=2), was_running=False, cause="gone").is_isolated
+    assert not lose(tracker, work_unit(3, 4, step=2), was_running=False).is_isolated
 
 
 def test_overlapping_units_count_an_engine_failure_once() -> None:
@@ -154,33 +154,31 @@ def test_overlapping_units_count_an_engine_failure_once() -> None:
 def test_losses_of_a_waiting_unit_are_not_crashes() -> None:
     tracker = CrashTracker()
     for _ in range(MAX_LOSSES - 1):
-        assert tracker.lost(work_unit(1, 2), was_running=False, cause="gone") == CrashSuspect(2)
+        assert lose(tracker, work_unit(1, 2), was_running=False) == CrashSuspect(2)
     with pytest.raises(RoleError, match=f"work unit .* lost {MAX_LOSSES} workers; the last time: gone"):
-        tracker.lost(work_unit(1, 2), was_running=False, cause="gone")
+        lose(tracker, work_unit(1, 2), was_running=False)
 
 
 def test_a_completed_unit_is_forgotten() -> None:
     tracker = CrashTracker()
     for _ in range(MAX_CRASHES - 1):
-        tracker.lost(work_unit(1, 2), was_running=True, cause="gone")
+        lose(tracker, work_unit(1, 2))
     assert tracker.finished(work_unit(1, 2), num_rollouts=4).is_over
-    assert tracker.lost(work_unit(1, 2), was_running=True, cause="gone").num_crashes == 1
+    assert lose(tracker, work_unit(1, 2)).num_crashes == 1
 
 
 def test_a_task_is_reported_for_setting_aside_once() -> None:
     tracker = CrashTracker()
     assert blame_first_task(tracker, work_unit(1, 2)).to_set_aside == (0,)
-    assert tracker.lost(work_unit(1, 2), was_running=False, cause="gone").to_set_aside == ()
-    assert tracker.lost(work_unit(1, 2), was_running=True, cause="gone").to_set_aside == ()
+    assert lose(tracker, work_unit(1, 2), was_running=False).to_set_aside == ()
+    assert lose(tracker, work_unit(1, 2)).to_set_aside == ()
     assert tracker.finished(work_unit(1, 2), num_rollouts=2).to_set_aside == ()
 
 
 def test_a_unit_whose_last_task_was_set_aside_is_forgotten() -> None:
     tracker = CrashTracker()
     assert blame_first_task(tracker, work_unit(1)).is_over
-    assert tracker.lost(work_unit(1), was_running=True, cause="a damaged shard: it runs again") == CrashSuspect(
-        1, num_crashes=1
-    )
+    assert lose(tracker, work_unit(1)) == CrashSuspect(1, num_crashes=1), "a damaged shard: it runs again"
 
 
 def test_a_task_stays_set_aside_in_later_epochs() -> None:
@@ -211,11 +209,3 @@ def test_a_crashing_unit_too_large_to_split_ends_the_run(monkeypatch: pytest.Mon
     tracker = CrashTracker()
     with pytest.raises(RoleError, match="they cannot run one at a time to find the cause"):
         blame_first_task(tracker, work_unit(1, 2))
-
-
-def test_a_worker_that_was_requested_to_end_blames_no_task() -> None:
-    tracker = CrashTracker()
-    tracker.began(WORKER, "one")
-    tracker.leaves(WORKER)
-    assert not tracker.was_running("one", on=WORKER)
-    assert tracker.was_running("one", on="tcp://10.0.0.8:4711")

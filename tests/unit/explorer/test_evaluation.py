@@ -1,11 +1,4 @@
-"""Promises of evaluations:
-
-- versions are due at the start, at every interval and at the end, each once on each taskset;
-- a unit has at most as many rollouts as one of training;
-- an evaluation is recorded once, when its last unit is on storage; if its driver died before that, by the next driver;
-- in the metrics a unit that ran twice counts once, so does a rollout of several turns, and a failure counts as wrong;
-- best@k and worst@k are the means over all draws of k rollouts of a task.
-"""
+"""Promises of evaluations: which versions are due, the size of units, that each is recorded once, and its metrics."""
 
 from __future__ import annotations
 
@@ -25,12 +18,7 @@ from rftdask.config import Config, load_config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.driver.stage import bench_versions
 from rftdask.errors import DataError
-from rftdask.explorer.evaluation import (
-    EvaluationQueue,
-    evaluation_metrics,
-    expected_best,
-    repeat_metrics,
-)
+from rftdask.explorer.evaluation import EvaluationQueue, evaluation_metrics, expected_best, repeat_metrics
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import publish_weights
@@ -76,15 +64,7 @@ def make_queue(
     tree["buffer"]["explorer_input"]["eval_tasksets"] = [
         {"name": name, "path": f"{name}.jsonl", "repeat_times": REPEAT_TIMES[name]} for name in tasksets
     ]
-    queue = EvaluationQueue(
-        open_storage(url),
-        load_config(tree),
-        SIZES,
-        versions,
-        make_unit,
-        record,
-    )
-    return queue, recorded
+    return EvaluationQueue(open_storage(url), load_config(tree), SIZES, versions, make_unit, record), recorded
 
 
 def due_versions(config: Config, newest: int, ended_at: int | None, versions: tuple[int, ...] = ()) -> list[int]:
@@ -112,11 +92,8 @@ def test_published_versions_at_the_interval_are_due_in_training() -> None:
     storage = open_storage("memory://evaluation-queue")
     for version in (4, 6, 8):
         publish_weights(storage, version, {"w": b"x"}, "main", None)
-    of_dataset = (
-        "mode=train",
-        "algorithm={algorithm_type: sft}",
-        "buffer.trainer_input.experience_buffer.path=d.jsonl",
-    )
+    path = "buffer.trainer_input.experience_buffer.path=d.jsonl"
+    of_dataset = ("mode=train", "algorithm={algorithm_type: sft}", path)
     assert due_versions(stage(*of_dataset, "trainer.eval_interval=4"), 8, None) == [0, 4, 8]
     # An earlier start published at another interval: version 3 is missing, 6 exists.
     assert due_versions(stage(*of_dataset, "trainer.eval_interval=3"), 8, 8) == [0, 6, 8]
@@ -171,12 +148,10 @@ def test_an_unrecorded_evaluation_is_recorded_by_the_next_driver() -> None:
         assert queue.versions_in_use(newest=4, ended_at=None) == [0]
     with MetricsWriter(storage, "eval") as metrics:
         metrics.write(4, {"reward": 1.0}, taskset="small")
-    queue, recorded = make_queue(stage(), "small")
-    queue.read()
-    assert recorded == []
-    queue, recorded = make_queue(stage(), "small", versions=(4,))
-    queue.read()
-    assert recorded == [("small", 4)]  # bench reports it again
+    for versions, expected in (((), []), ((4,), [("small", 4)])):  # bench reports its versions again
+        queue, recorded = make_queue(stage(), "small", versions=versions)
+        queue.read()
+        assert recorded == expected
 
 
 @pytest.mark.parametrize(
@@ -209,20 +184,14 @@ def test_means_count_all_rollouts_of_the_version_once() -> None:
     ParquetLog(storage, "eval/held").commit([answer(2, 1.0), answer(3, 0.0)], explore_step=4, unit=1)
     log.commit([answer(0, 0.0)], explore_step=5, unit=0)
     metrics = evaluation_metrics(log, 4)
-    assert {name: metrics[name] for name in ("reward", "num_rollouts", "accuracy")} == {
-        "reward": 0.5,
-        "num_rollouts": 4.0,
-        "accuracy": 0.5,
-    }
+    assert [metrics[name] for name in ("reward", "num_rollouts", "accuracy")] == [0.5, 4.0, 0.5]
     assert metrics["reward/mean@1"] == metrics["accuracy/mean@1"] == 0.5
 
 
 def test_metrics_over_repeats_count_a_rollout_of_turns_once() -> None:
     log = ParquetLog(open_storage("memory://repeats"), "eval/held")
-    turns = [
-        replace(answer(0, 1.0), turn=turn, metrics={"accuracy": 1.0, "num_response_tokens": 4.0 + turn})
-        for turn in (0, 1)
-    ]
+    of_turns = [{"accuracy": 1.0, "num_response_tokens": 4.0 + turn} for turn in (0, 1)]
+    turns = [replace(answer(0, 1.0), turn=turn, metrics=of_turns[turn]) for turn in (0, 1)]
     lost = replace(answer(0, None), rollout=1)
     log.commit([*turns, lost, answer(1, 0.0), replace(answer(1, 0.0), rollout=1)], explore_step=4, unit=0)
     metrics = evaluation_metrics(log, 4)

@@ -1,19 +1,5 @@
-"""Promises of the explorer's loop, with a fake of Dask's client:
-
-- every unit of the schedule is submitted once and in order, 1.5 per engine plus one at a time;
-- evaluations take at most half of the engines while training goes on;
-- no unit is submitted before the steps from which its weights are trained are complete;
-- committed units do not run again; lost ones do;
-- once open, a log that will grow has no seal at which a trainer would end;
-- the loss of a worker after its unit had ended, before the result was fetched, is not a failure of the unit;
-- nor is the loss of a worker that was requested to end, however often that happens to one unit;
-- an error of an engine is not the loss of an engine;
-- two engines that fail for one reason without a completed unit between them end the run; no task is blamed;
-- a unit whose workers die without a report becomes a suspect, and after MAX_CRASHES in a row runs task by task;
-- a suspect runs isolated;
-- where units overlap, each engine has one unit that waits for slots, and the next one once a slot is free;
-- a worker that joins while others work receives units once its engine is warm, or failed to get warm;
-- a unit whose workers are all gone is submitted again.
+"""Promises of the explorer's loop, with a fake of Dask's client: which units it submits, when, to which workers, and
+what the loss of a worker or an error of an engine means for a unit.
 """
 
 from __future__ import annotations
@@ -41,15 +27,7 @@ from rftdask.run.run_folder import read_config
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import publish_weights
 from rftdask.synchronizer.styles import WeightRequirement
-from rftdask.testing.fake_dask import (
-    WORKER,
-    FakeClient,
-    Outcome,
-    died,
-    lost_with_the_result,
-    told_to_end,
-    under_way,
-)
+from rftdask.testing.fake_dask import WORKER, FakeClient, Outcome, died, lost_with_the_result, told_to_end, under_way
 
 
 def fails(error: Exception) -> Outcome:
@@ -233,6 +211,13 @@ class Joining(FakeClient):
         super().__init__(*outcomes, then=then)
         self.there = ["tcp://10.0.0.1:1"]
         self.allowed: list[tuple[str, ...]] = []
+        self._passes = count()
+
+    def moves_in_the_second_pass(self) -> bool:
+        """A `cancelled` that replaces the worker by another one."""
+        if next(self._passes) == 1:
+            self.there = ["tcp://10.0.0.3:1"]
+        return False
 
     def scheduler_info(self, n_workers: int) -> Mapping[str, Any]:
         return {"workers": {address: {"name": address, "resources": {"explorer": 1}} for address in self.there}}
@@ -268,27 +253,15 @@ def test_a_joining_worker_receives_units_once_warm(outcome: RolloutResult | Exce
 
 
 def test_a_new_only_worker_receives_units_at_once() -> None:
-    client, passes = Joining(died, then=finished), count()
-
-    def cancelled() -> bool:
-        if next(passes) == 1:
-            client.there = ["tcp://10.0.0.3:1"]
-        return False
-
-    run_stage(client, stage("alone", "buffer.total_steps=4"), cancelled)
+    client = Joining(died, then=finished)
+    run_stage(client, stage("alone", "buffer.total_steps=4"), client.moves_in_the_second_pass)
     assert not client.warming and ("tcp://10.0.0.3:1",) in client.allowed
 
 
 def test_a_unit_whose_workers_are_gone_is_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explorer, "_VANISHED_S", 0.0)
-    client, passes = Joining(under_way, then=finished), count()
-
-    def cancelled() -> bool:
-        if next(passes) == 1:
-            client.there = ["tcp://10.0.0.3:1"]
-        return False
-
-    run_stage(client, stage("vanished"), cancelled)
+    client = Joining(under_way, then=finished)
+    run_stage(client, stage("vanished"), client.moves_in_the_second_pass)
     assert client.allowed == [("tcp://10.0.0.1:1",), ("tcp://10.0.0.3:1",)]
     assert [unit.key for unit in client.submitted] == [("experiences", 1, 0)] * 2
 

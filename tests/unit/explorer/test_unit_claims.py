@@ -1,11 +1,5 @@
-"""Promises of the claims by which explorers of different names share a run:
-
-- a unit belongs to its first claimer until that one ends, dies or holds it for too long; then to the next one;
-- an explorer that restarts under a name gets the units of its predecessor at once;
-- two loops on one log submit every unit once, and each ends when all are committed;
-- units that another explorer has committed are not rolled out again, even if the log was read before;
-- one explorer makes the evaluations, and the next one when it is gone;
-- a sole explorer without a name writes no claim until it sees another; one with a name always does.
+"""Promises of the claims by which explorers of different names share a run: every unit is rolled out once, and units of
+an explorer that ended, died or hangs go to the next one.
 """
 
 from __future__ import annotations
@@ -32,7 +26,14 @@ def storage(request: pytest.FixtureRequest) -> Storage:
 
 def claims_of(storage: Storage, name: str, now: list[float] | None = None) -> Claims:
     clock = now or [0.0]
-    return Claims(storage, Lease(storage, f"explorer.{name}", explore_steps=4), 100.0, lambda: clock[0])
+    return Claims(storage, Lease(storage, f"explorer.{name}", explore_steps=12), 100.0, lambda: clock[0])
+
+
+def taken(storage: Storage, unit: tuple[int, int] = UNIT, name: str = "a") -> Lease:
+    """Lease of an explorer that has claimed the unit."""
+    lease = Lease(storage, f"explorer.{name}", explore_steps=12)
+    assert Claims(storage, lease, 100.0).take(unit)
+    return lease
 
 
 def sees(claims: Claims, unit: tuple[int, int] = UNIT) -> bool:
@@ -51,22 +52,20 @@ def test_a_unit_belongs_to_its_first_claimer_until_given_back(storage: Storage) 
     assert second.take(UNIT)
 
 
-def test_the_claim_of_an_ended_explorer_is_taken_over_once(storage: Storage) -> None:
-    lease = Lease(storage, "explorer.a", explore_steps=4)
-    assert Claims(storage, lease, 100.0).take(UNIT)
+@pytest.mark.parametrize("unit", [UNIT, EVALUATIONS])
+def test_the_claim_of_an_ended_explorer_is_taken_over_once(storage: Storage, unit: tuple[int, int]) -> None:
+    lease = taken(storage, unit)
     others = [claims_of(storage, name) for name in "bc"]
-    assert [sees(claims) for claims in others] == [True, True]
+    assert [sees(claims, unit) for claims in others] == [True, True]
     lease.release()
-    assert [sees(claims) for claims in others] == [False, False]
-    assert [claims.take(UNIT) for claims in others] == [True, False]
-    others[0].give_back(UNIT)
+    assert [sees(claims, unit) for claims in others] == [False, False]
+    assert [claims.take(unit) for claims in others] == [True, False]
+    others[0].give_back(unit)
     assert storage.list("control/claims") == []
 
 
 def test_a_restarted_explorer_gets_the_units_of_its_predecessor(storage: Storage) -> None:
-    lease = Lease(storage, "explorer.a", explore_steps=4)
-    assert Claims(storage, lease, 100.0).take(UNIT)
-    lease.release()
+    taken(storage).release()
     again = claims_of(storage, "a")
     assert not sees(again)
     assert again.take(UNIT)
@@ -83,8 +82,7 @@ def test_a_claim_expires_after_held_s(storage: Storage) -> None:
 
 
 def test_claims_of_committed_units_are_removed_once_released(storage: Storage) -> None:
-    lease = Lease(storage, "explorer.a", explore_steps=4)
-    assert Claims(storage, lease, 100.0).take(UNIT)
+    lease = taken(storage)
     second = claims_of(storage, "b")
     second.look({UNIT})
     assert storage.list("control/claims") == ["00000003-0001-1.json"]
@@ -101,7 +99,7 @@ def test_an_unreadable_claim_is_free(storage: Storage) -> None:
 
 
 def test_a_sole_explorer_writes_claims_once_it_sees_another(storage: Storage) -> None:
-    lease, committed_unit = Lease(storage, "explorer", explore_steps=4), (3, 0)
+    lease, committed_unit = Lease(storage, "explorer", explore_steps=12), (3, 0)
     first = Claims(storage, lease, 100.0, lambda: 0.0)
     first.look(set())
     assert all(first.take(unit) for unit in (UNIT, committed_unit, (3, 2)))
@@ -150,8 +148,7 @@ def test_an_explorer_waits_for_and_takes_over_units_of_others() -> None:
     client = FakeClient(then=committed)
     explorer, _ = explorer_of(client, "left", "a")
     storage = open_storage("memory://explorer-loop/left")
-    other = Lease(storage, "explorer.b", explore_steps=12)
-    assert Claims(storage, other, 100.0).take((12, 1))
+    other = taken(storage, (12, 1), "b")
     explorer.open()
     thread = threading.Thread(target=explorer.run)
     thread.start()
@@ -175,13 +172,3 @@ def test_units_committed_meanwhile_are_not_submitted() -> None:
     early.run()
     assert len(second.submitted) == 24
     assert first.submitted == []
-
-
-def test_only_one_explorer_evaluates_at_a_time(storage: Storage) -> None:
-    lease = Lease(storage, "explorer.a", explore_steps=4)
-    assert Claims(storage, lease, 100.0).take(EVALUATIONS)
-    second = claims_of(storage, "b")
-    assert sees(second, EVALUATIONS)
-    lease.release()
-    assert not sees(second, EVALUATIONS)
-    assert second.take(EVALUATIONS)

@@ -1,9 +1,5 @@
-"""Promises of the lock of a shared device.
-
-- A rank excludes engines; engines share the device.
-- A waiting rank comes next: an idle engine sees that the device is wanted, and no other engine overtakes the rank.
-- The lock ends with its process, also by kill -9.
-- Ranks and engines of several devices do not deadlock.
+"""Promises of the lock of a shared device: a rank excludes engines and comes before further engines, engines share it,
+and a lock ends with its process.
 """
 
 from __future__ import annotations

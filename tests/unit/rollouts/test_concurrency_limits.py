@@ -14,7 +14,7 @@ import pytest
 from rftdask.buffer.log.schema import Status
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task import Task
-from rftdask.rollouts.concurrency_limits import SLOT, KvCacheBudget, SharedSlots, slots_by_memory
+from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots, slots_by_memory
 from rftdask.rollouts.runner import SharedLoop, TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.synchronizer.published import Published
@@ -183,14 +183,3 @@ def test_added_slots_admit_and_removed_ones_go_as_holders_leave() -> None:
         assert not slots.wait_for_slot(SLOT, 0)
         slots.leave(key)
     assert admitted == ["a", "b", "c", "d"]
-
-
-def test_a_cache_budget_has_room_for_its_tokens_or_one_request() -> None:
-    budget = KvCacheBudget(100)
-    budget.take(60)
-    assert [budget.has_room(needed) for needed in (40, 41)] == [True, False] and budget.missing(50) == 10
-    budget.give(60)
-    assert budget.has_room(300)
-    unknown = KvCacheBudget(None)
-    unknown.take(10**9)
-    assert unknown.has_room(10**9)

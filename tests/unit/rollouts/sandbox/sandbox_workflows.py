@@ -99,16 +99,8 @@ async def raises(task: Task, model: PolicyModel) -> float:
     raise KeyError("no such key")
 
 
-async def returns_none(task: Task, model: PolicyModel) -> Any:
-    return None
-
-
-async def returns_nan(task: Task, model: PolicyModel) -> float:
-    return float("nan")
-
-
-async def returns_text(task: Task, model: PolicyModel) -> Any:
-    return "1.0"
+async def returns(task: Task, model: PolicyModel) -> Any:
+    return task.row["value"]
 
 
 async def exits(task: Task, model: PolicyModel) -> float:

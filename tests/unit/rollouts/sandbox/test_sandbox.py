@@ -3,14 +3,16 @@ its own rollout; its processes end with it; results are the same as without a sa
 """
 
 import asyncio
+import math
 import os
 import pickle
 import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -37,10 +39,10 @@ def does(index: int, what: str, **row: Any) -> Task:
     return task(index, f"{HERE}.whatever_the_row_says", row={"does": what, **row})
 
 
-def one(what: str, **changes: Any) -> Experience:
+def one(what: str, row: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Experience:
     """The last experience of a workflow that calls the policy once and then does `what`."""
     settings = {"max_retry_times": 0, "max_timeout": 20.0, "sandbox": LIMITS, **changes}
-    return run([does(0, what)], replies("4"), **settings)[-1]
+    return run([does(0, what, **row)], replies("4"), **settings)[-1]
 
 
 LIMIT_BYTES = 1 << 28
@@ -62,17 +64,14 @@ def test_hostile_workflows_affect_only_their_own_rollouts() -> None:
         sandbox=LIMITS,
     )
     last = {experience.task_index: experience for experience in unit.experiences}
-    assert {index for index, e in last.items() if e.status is Status.OK and e.reward == 1.0} == set(
-        range(64)
-    ) - bad.keys()
+    good = {index for index, e in last.items() if e.status is Status.OK and e.reward == 1.0}
+    assert good == set(range(64)) - bad.keys()
     results = {bad[index]: (last[index].status, last[index].error) for index in bad}
     assert all(last[index].reward is None and not last[index].tokens for index in bad)
     assert results["hangs"][0] is results["blocks"][0] is Status.TIMEOUT
     assert results["hangs"][1].endswith("[state: turn=7]")
-    assert results["dies"] == (
-        Status.FAILED,
-        "the workflow's process exited with code 3; it printed last: about to die",
-    )
+    how = "the workflow's process exited with code 3; it printed last: about to die"
+    assert results["dies"] == (Status.FAILED, how)
     assert results["eats_memory"][0] is Status.FAILED and results["eats_memory"][1].startswith("MemoryError")
     assert results["prints_without_end"][0] is not Status.OK
     # The time to stop a process on this machine is bounded by the time of a good task from fork to end.
@@ -118,30 +117,27 @@ def test_the_watchdog_does_not_interrupt_a_slow_kill(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("what", "error"),
+    ("what", "row", "error"),
     [
-        ("raises", "KeyError: 'no such key' (sandbox_workflows.py:"),
-        ("exits", "RuntimeError: the workflow called sys.exit(4)"),
-        ("returns_none", "TypeError: reward is None, not a number (workflow sandbox_workflows."),
-        ("returns_nan", "ValueError: reward is nan, not a finite number"),
-        ("returns_text", "TypeError: reward is '1.0', not a number"),
-        ("returns_too_much", "MemoryError"),
-        ("writes_to_the_stream", "its process sent an invalid message"),
-        ("asks_without_end", "RuntimeError: this attempt has called its models more than 1000 times"),
+        ("raises", {}, "KeyError: 'no such key' (sandbox_workflows.py:"),
+        ("exits", {}, "RuntimeError: the workflow called sys.exit(4)"),
+        ("returns", {"value": None}, "TypeError: reward is None, not a number (workflow sandbox_workflows."),
+        ("returns", {"value": math.nan}, "ValueError: reward is nan, not a finite number"),
+        ("returns", {"value": "1.0"}, "TypeError: reward is '1.0', not a number"),
+        ("returns_too_much", {}, "MemoryError"),
+        ("writes_to_the_stream", {}, "its process sent an invalid message"),
+        ("asks_without_end", {}, "RuntimeError: this attempt has called its models more than 1000 times"),
     ],
 )
-def test_a_failure_has_a_type_and_a_location(what: str, error: str) -> None:
-    experience = one(what)
+def test_a_failure_has_a_type_and_a_location(what: str, row: dict[str, Any], error: str) -> None:
+    experience = one(what, row)
     assert (experience.status, experience.reward) == (Status.FAILED, None)
     assert experience.error.startswith(error)
 
 
-def test_equal_failures_are_logged_once_and_then_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    fresh = SandboxConfig(
-        max_processes=8, max_memory_gb=0.3
-    )  # other limits start a new fork server, which has logged nothing
+def test_equal_failures_are_logged_once_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+    # Other limits start a new fork server, which has logged nothing.
+    fresh = SandboxConfig(max_processes=8, max_memory_gb=0.3)
     run([does(index, "raises") for index in range(25)], replies("4"), max_retry_times=0, sandbox=fresh)
     first, tenth = (record.message for record in caplog.records)
     assert 'raise KeyError("no such key")' in first
@@ -152,13 +148,7 @@ def test_equal_failures_are_logged_once_and_then_counted(
 @pytest.mark.parametrize("ends", [False, True])
 def test_processes_of_a_workflow_end_with_it(tmp_path: Path, session: bool, ends: bool) -> None:
     file = tmp_path / "pid"
-    *_, experience = run(
-        [does(0, "starts_a_program", file=str(file), session=session, ends=ends)],
-        replies("4"),
-        max_timeout=1.0,
-        max_retry_times=0,
-        sandbox=LIMITS,
-    )
+    experience = one("starts_a_program", {"file": str(file), "session": session, "ends": ends}, max_timeout=1.0)
     assert experience.status is (Status.OK if ends else Status.TIMEOUT)
     until(lambda: not lives(int(file.read_text())))
 
@@ -177,12 +167,8 @@ def children(pid: int) -> list[int]:
 def test_rollouts_do_not_see_changes_by_other_rollouts(tmp_path: Path) -> None:
     few_processes = LIMITS.model_copy(update={"max_processes": 4})
     row = {"folder": str(tmp_path), "drawn": random.Random(3).random()}
-    experiences = run(
-        [does(index, "changes_its_process", **row) for index in range(6)],
-        replies("4"),
-        repeat_times=8,
-        sandbox=few_processes,
-    )
+    tasks = [does(index, "changes_its_process", **row) for index in range(6)]
+    experiences = run(tasks, replies("4"), repeat_times=8, sandbox=few_processes)
     built_in = {"num_prompt_tokens", "num_response_tokens", "prompt_truncated"}
     traces = [{name for name, value in e.metrics.items() if value and name not in built_in} for e in experiences]
     assert traces == [set()] * 48
@@ -269,11 +255,8 @@ def test_a_fork_that_does_not_begin_is_an_error(tmp_path: Path, monkeypatch: pyt
         began.close()
         os.close(output)
 
-        async def begin() -> None:
-            await pool._Process.start(server)
-
         with pytest.raises(SandboxLostError, match=r"no sandbox process began within 0\.5 s"):
-            asyncio.run(begin())
+            asyncio.run(pool._Process.start(server))
         assert not server.alive()
         until(lambda: not lives(server_pid))
     finally:
@@ -283,8 +266,7 @@ def test_a_fork_that_does_not_begin_is_an_error(tmp_path: Path, monkeypatch: pyt
 def test_child_processes_share_the_memory_limit_of_a_rollout() -> None:
     def fill(share: float) -> Experience:
         row = {"bytes": int(share * LIMIT_BYTES), "wait_s": 20.0 if share >= 0.5 else 0.5}
-        tasks = [does(0, "fills_memory_with_its_children", **row)]
-        return run(tasks, replies("4"), max_retry_times=0, max_timeout=60.0, sandbox=LIMITS)[-1]
+        return one("fills_memory_with_its_children", row, max_timeout=60.0)
 
     assert fill(0.1).status is Status.OK
     too_much = fill(0.5)
@@ -299,9 +281,7 @@ def test_child_processes_share_the_memory_limit_of_a_rollout() -> None:
 
 def test_forks_end_with_their_fork_server_and_its_guard() -> None:
     async def hang(fork_server: ForkServer) -> int:
-        from rftdask.rollouts.sandbox.pool import _Process
-
-        process = await _Process.start(fork_server)
+        process = await pool._Process.start(fork_server)
         pid = process._pid
         fork_server._process.kill()
         while lives(pid):
