@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.cli.submit import controller_text
 from rftdask.cluster.secrets_dir import SecretsDir
+from rftdask.cluster.slurm import controller_text
 from rftdask.config import Config, load_config
 from rftdask.config.plugins import SUBMITTED
 from rftdask.run.input_fingerprints import copy_for_jobs, find_sources, git_states
