@@ -5,11 +5,9 @@ tasksets. Invariant: an operator reads only kept rows, so a failed or dropped ro
 """
 
 import math
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,8 +16,8 @@ from torch import Tensor
 from rftdask.algorithm.advantages.base import group_stats, group_sums, ranks_in_group
 from rftdask.algorithm.checks import one_of, require
 from rftdask.algorithm.drop_reasons import DropReason
-from rftdask.data.juicer.base import Juicer, OperatorResult, Pipeline, RowResult, as_list, read_operators, read_recipe
-from rftdask.data.juicer.session import check_juicer, open_juicer
+from rftdask.data.juicer import check_juicer, open_juicer
+from rftdask.data.juicer.base import Juicer, OperatorResult, RowResult, make_pipeline, read_recipe
 from rftdask.errors import ProcessLostError
 
 SHAPING_OPS = ("ADD", "SUB", "MUL", "DIV")
@@ -272,15 +270,11 @@ class DataJuicer(Operator):
         require(bool(operators) != bool(config_path), "data_juicer needs exactly one of operators and config_path")
         require(num_process >= 1 and timeout_s > 0, "num_process and timeout_s must be > 0")
         recipe = read_recipe(config_path, "config_path") if config_path else {}
-        self._pipeline = Pipeline(
-            operators=read_operators(recipe.get("process") or operators or (), "operators"),
-            text_key=(as_list(recipe.get("text_keys")) or ["response_text"])[0],
-            num_process=int(recipe.get("np") or num_process),
-            custom_operator_paths=as_list(recipe.get("custom_operator_paths")),
-        )
+        text_key = (recipe.get("text_keys") or ["response_text"])[0]
+        entries = recipe.get("process") or operators or ()
+        self._pipeline = make_pipeline(entries, "operators", recipe, text_key, num_process)
         self._timeout_s, self._server_url = timeout_s, server_url
         self._juicer: Juicer | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
         require(
@@ -311,17 +305,13 @@ class DataJuicer(Operator):
 
     def check(self) -> None:
         """See Operator. Only checks the names and arguments of its operators."""
-        with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
-            what = f"operator {self.operator_name}"
-            check_juicer(self._pipeline, Path(folder, "log"), what, server_url=self._server_url)
+        check_juicer(self._pipeline, f"operator {self.operator_name}", server_url=self._server_url)
 
     def close(self) -> None:
         """End the process or the session."""
-        juicer, folder, self._juicer, self._folder = self._juicer, self._folder, None, None
+        juicer, self._juicer = self._juicer, None
         if juicer is not None:
             juicer.close()
-        if folder is not None:
-            folder.cleanup()
 
     def _run(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[RowResult], dict[int, str]]:
         """(remaining rows, dropped row -> name of the operator that dropped it)."""
@@ -329,14 +319,8 @@ class DataJuicer(Operator):
             done: list[OperatorResult] = []
             try:
                 if self._juicer is None:
-                    self._folder = tempfile.TemporaryDirectory(prefix="rftdask-")
-                    self._juicer = open_juicer(
-                        self._pipeline,
-                        Path(self._folder.name, "log"),
-                        f"operator {self.operator_name}",
-                        server_url=self._server_url,
-                        silence_s=self._timeout_s,
-                    )
+                    what, url = f"operator {self.operator_name}", self._server_url
+                    self._juicer = open_juicer(self._pipeline, what, server_url=url, silence_s=self._timeout_s)
                 results = self._juicer.run(rows, done.append)
                 return results, {row: each.operator for each in done for row in each.dropped}
             except BaseException as error:

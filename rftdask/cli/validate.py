@@ -10,7 +10,7 @@ import typer
 from rftdask.cli.common import ConfigFile, Gpu, Gpus, Nodes, Origin, Overrides, load, machine_settings, say, warn
 from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines
 from rftdask.config import Config, check_plugins, load_config, make_plan, replace
-from rftdask.data.juicer.session import check_juicer_env
+from rftdask.data.juicer import check_juicer_env
 from rftdask.driver.memory_estimate import (
     can_be_sized,
     format_memory_report,

@@ -11,10 +11,8 @@ import importlib
 import importlib.metadata
 import io
 import json
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from hashlib import blake2b
 from itertools import accumulate, chain
 from typing import Any, Protocol
@@ -28,6 +26,7 @@ from rftdask.config.plugins import nearest
 from rftdask.config.schema.run import MADE_ROWS
 from rftdask.data.hub import require_hub, without_hub
 from rftdask.errors import DataError
+from rftdask.storage.base import in_daemon
 from rftdask.storage.checked_json import parse_json
 from rftdask.storage.staging import staged
 
@@ -80,10 +79,12 @@ def open_dataset(
 
     Raises: DataError: it does not exist, has no rows, or is not readable; the message names the path.
     """
-    if path.startswith(REASONING_GYM):
-        return _reasoning_gym(path, dict(dataset_args or {}))
-    if path.startswith(VERIFIERS):
-        return _verifiers(path, dict(dataset_args or {}))
+    arguments = dict(dataset_args or {})
+    if path.startswith((REASONING_GYM, VERIFIERS)):
+        made = (_reasoning_gym if path.startswith(REASONING_GYM) else _verifiers)(path, arguments)
+        if not len(made):
+            raise DataError(f"dataset {path} has no rows (dataset_args {arguments})")
+        return made
     if path.startswith(SEEDS):
         count = path.removeprefix(SEEDS)
         if dataset_args or not count.isdecimal() or not int(count):
@@ -104,7 +105,10 @@ def open_dataset(
         rows, fingerprint = read_table(path, table)
         return RowsDataset([rows], fingerprint)
     try:
-        return _open_path(path, split, subset_name)
+        dataset = _open_path(path, split, subset_name)
+        if not len(dataset):
+            raise DataError(f"dataset {path} has no rows")
+        return dataset
     except DataError:
         raise
     except Exception as error:  # from the library of the protocol
@@ -122,11 +126,11 @@ def _open_path(path: str, split: str, subset_name: str | None) -> Dataset:
         root = staged(root)
     # A file by its suffix first: to find out whether it is a folder, a web server would send all of it.
     if path.endswith(SUFFIXES) and _answer(path, lambda: filesystem.isfile(root)):
-        return _read_files(filesystem, [root], path)
+        return _read_files(filesystem, [root])
     if _answer(path, lambda: filesystem.isdir(root)):
         return _open_folder(filesystem, root, path, split, subset_name)
     if _answer(path, lambda: filesystem.exists(root)):
-        return _read_files(filesystem, [root], path)
+        return _read_files(filesystem, [root])
     parts = path.split("/")
     is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not path.endswith(SUFFIXES)
     # If there is a folder "data", "data/gsm9k" is a misspelled file, not a dataset of the Hub user "data".
@@ -140,16 +144,8 @@ def _answer(path: str, request: Callable[[], Any]) -> Any:
     """Return `request()`, with a deadline if `path` is remote. Raises: DataError: the server does not answer."""
     if "://" not in path:
         return request()
-    answer: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(request())
-        except BaseException as error:  # `answer.result` raises it
-            answer.set_exception(error)
-
-    # A daemon thread, because a client may not support deadlines.
-    threading.Thread(target=run, name="dataset-answer", daemon=True).start()
+    # In a thread, because a client may not support deadlines.
+    answer = in_daemon(request, "dataset-answer")
     try:
         return answer.result(ANSWER_TIMEOUT_S)
     except TimeoutError:
@@ -187,7 +183,7 @@ class RowsDataset:
 class WrappedDataset:
     """Adapts a dataset object of another package."""
 
-    def __init__(self, rows: Any, columns: Iterable[str], fingerprint: str) -> None:
+    def __init__(self, rows: Any, columns: Iterable[str], fingerprint: str = "") -> None:
         """fingerprint: "" computes it from all rows of `rows`, a `datasets.Dataset`."""
         self._rows = rows
         self.columns = tuple(columns)
@@ -232,7 +228,7 @@ def _open_folder(filesystem: Any, root: str, path: str, split: str, subset_name:
     # If no file names a split, all files belong to train.
     if not chosen and (split != "train" or not {"train", "test", "validation"}.isdisjoint(splits)):
         raise DataError(f"dataset {path}: no file of split {split!r}; the folder holds {files[:10]}")
-    return _read_files(filesystem, [f"{root.rstrip('/')}/{name}" for name in chosen or files], path)
+    return _read_files(filesystem, [f"{root.rstrip('/')}/{name}" for name in chosen or files])
 
 
 def _names_in(filesystem: Any, folder: str) -> list[str]:
@@ -250,7 +246,7 @@ def _neighbors(filesystem: Any, root: str) -> str:
     return f"; nearest in {folder}: {', '.join(similar)}" if similar else f": {folder} is empty"
 
 
-def _read_files(filesystem: Any, files: Sequence[str], path: str) -> Dataset:
+def _read_files(filesystem: Any, files: Sequence[str]) -> Dataset:
     digest = blake2b(digest_size=16)
     parts: list[Sequence[dict[str, Any]] | pa.Table] = []
     for file in files:
@@ -260,10 +256,7 @@ def _read_files(filesystem: Any, files: Sequence[str], path: str) -> Dataset:
         # With the length: rows that move from one file to the next make another dataset.
         digest.update(len(content).to_bytes(8, "big") + content)
         parts.append(_parse(file, content))
-    dataset = RowsDataset(parts, digest.hexdigest())
-    if not len(dataset):
-        raise DataError(f"dataset {path} has no rows")
-    return dataset
+    return RowsDataset(parts, digest.hexdigest())
 
 
 def _parse(file: str, content: bytes) -> Sequence[dict[str, Any]] | pa.Table:
@@ -343,7 +336,7 @@ def _open_hub(path: str, split: str, subset_name: str | None) -> Dataset:
         raise DataError(
             f"dataset {path}: no such file, and it could not be loaded as a Hub dataset ({which}): {error}"
         ) from error
-    return _wrap(path, rows, rows.column_names)
+    return WrappedDataset(rows, rows.column_names)
 
 
 def _open_saved(path: str, split: str) -> Dataset:
@@ -357,13 +350,7 @@ def _open_saved(path: str, split: str) -> Dataset:
         if split not in rows:
             raise DataError(f"dataset {path}: no split {split!r}; it has {', '.join(rows)}")
         rows = rows[split]
-    return _wrap(path, rows, rows.column_names)
-
-
-def _wrap(path: str, rows: Any, columns: Iterable[str], fingerprint: str = "", arguments: object = None) -> Dataset:
-    if not len(rows):
-        raise DataError(f"dataset {path} has no rows" + ("" if arguments is None else f" (dataset_args {arguments})"))
-    return WrappedDataset(rows, columns, fingerprint)
+    return WrappedDataset(rows, rows.column_names)
 
 
 def _digest(tree: object) -> str:
@@ -381,7 +368,8 @@ def _reasoning_gym(path: str, arguments: dict[str, Any]) -> Dataset:
         raise DataError(
             f"dataset {path}: reasoning-gym has no {name!r}; nearest: {', '.join(nearest(name, known)) or '-'}"
         )
-    arguments = {"size": 1000, "seed": 42, **arguments}
+    arguments.setdefault("size", 1000)
+    arguments.setdefault("seed", 42)
     filled = fill_from_environment(arguments)
     try:
         rows = reasoning_gym.create_dataset(name, **filled)
@@ -389,7 +377,7 @@ def _reasoning_gym(path: str, arguments: dict[str, Any]) -> Dataset:
         raise DataError(f"dataset {path}: dataset_args {arguments}: {error}") from error
     # With the version, which may generate other rows from the same seed.
     fingerprint = _digest([name, filled, importlib.metadata.version("reasoning-gym")])
-    return _wrap(path, rows, rows[0] if len(rows) else (), fingerprint, arguments)
+    return WrappedDataset(rows, rows[0] if len(rows) else (), fingerprint)
 
 
 def _verifiers(path: str, arguments: dict[str, Any]) -> Dataset:
@@ -426,4 +414,4 @@ def _verifiers(path: str, arguments: dict[str, Any]) -> Dataset:
                 "environment": dict(environment),
             }
         )
-    return _wrap(path, rows, rows[0] if rows else (), _digest(rows), arguments)
+    return WrappedDataset(rows, rows[0] if rows else (), _digest(rows))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rftdask.errors import DataError
+from rftdask.storage.base import in_daemon
 
 _ANSWER_TIMEOUT_S = 5.0
 _SILENCE_REMEMBERED_S = 30.0
@@ -67,20 +68,15 @@ def require_hub(what: str, advice: str) -> None:
 
     server, requested_at, reason = _silence
     if server != constants.ENDPOINT or time.monotonic() - requested_at > _SILENCE_REMEMBERED_S:
-        reasons = [f"nothing in {_ANSWER_TIMEOUT_S:.0f} s"]
-
-        def request() -> None:
-            try:
-                get_session().head(constants.ENDPOINT, timeout=_ANSWER_TIMEOUT_S)
-                reasons.append("")  # any status is an answer
-            except Exception as error:  # from the HTTP library of the Hub's client
-                reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
-
-        # In a thread, because the timeout argument does not cover name resolution.
-        thread = threading.Thread(target=request, name="hub-answer", daemon=True)
-        thread.start()
-        thread.join(_ANSWER_TIMEOUT_S)
-        reason = reasons[-1]
+        request = partial(get_session().head, constants.ENDPOINT, timeout=_ANSWER_TIMEOUT_S)
+        try:
+            # In a thread, because the timeout argument does not cover name resolution.
+            in_daemon(request, "hub-answer").result(_ANSWER_TIMEOUT_S)
+            reason = ""  # any status is an answer
+        except TimeoutError:
+            reason = f"nothing in {_ANSWER_TIMEOUT_S:.0f} s"
+        except Exception as error:  # from the HTTP library of the Hub's client
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         # Only silence is remembered: a request that is answered costs little.
         _silence = (constants.ENDPOINT if reason else "", time.monotonic(), reason)
     if reason:

@@ -21,8 +21,7 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from importlib.util import find_spec
@@ -102,7 +101,7 @@ def image_files(cell: Any, base: str) -> list[bytes]:
         content = buffer.getvalue()
     else:
         raise DataError(f"an image is a {type(cell).__name__}; use a file path, bytes, or an image of PIL")
-    _decoded(content)
+    _frames(content, only_first=True)
     return [content]
 
 
@@ -151,33 +150,21 @@ def data_url(content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-@contextmanager
-def _opened(content: bytes) -> Iterator[Any]:
-    """Open an image, and raise DataError if it cannot be opened or read in the block."""
+def _frames(content: bytes, only_first: bool = False) -> tuple[list[Image], float]:
+    """Decode an image. Returns: (frames, frames per second). Raises: DataError: it cannot be read."""
     try:
         from PIL import Image  # late: few runs have images
     except ImportError as error:
         raise UserError("images need Pillow; run `pip install pillow`") from error
-    try:
-        yield Image.open(io.BytesIO(content))
-    except (OSError, ValueError) as error:
-        raise DataError(f"an image of {len(content)} bytes cannot be read: {error}") from error
-
-
-def _decoded(content: bytes) -> Image:
-    with _opened(content) as image:
-        picture: Image = image.convert("RGB")
-    return picture
-
-
-def _frames(content: bytes) -> tuple[list[Image], float]:
-    """Return (frames, frames per second)."""
     frames, duration_ms = [], 0.0
-    with _opened(content) as image:
-        for number in range(getattr(image, "n_frames", 1)):
+    try:
+        image = Image.open(io.BytesIO(content))
+        for number in range(1 if only_first else getattr(image, "n_frames", 1)):
             image.seek(number)
             frames.append(image.convert("RGB"))
             duration_ms += float(image.info.get("duration") or 0)
+    except (OSError, ValueError) as error:
+        raise DataError(f"an image of {len(content)} bytes cannot be read: {error}") from error
     return frames, 1000 * len(frames) / duration_ms if duration_ms else _FRAMES_PER_SECOND
 
 
@@ -439,7 +426,7 @@ class ImageProcessor:
 
     def picture(self, name: str) -> Image:
         """Return an image, decoded. Raises: DamagedError: its file has other content."""
-        return _decoded(self.folder.read(name))
+        return _frames(self.folder.read(name), only_first=True)[0][0]
 
     def inputs(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the model inputs, in addition to tokens and their kinds, for a sequence with these images in order.

@@ -23,9 +23,9 @@ from rftdask.config import Config, replace
 from rftdask.config.base import plain
 from rftdask.config.schema.run import MADE_ROWS
 from rftdask.data.datasets import open_dataset
-from rftdask.data.juicer.base import OperatorResult, Pipeline, as_list, read_operators, read_recipe
+from rftdask.data.juicer import check_juicer, open_juicer
+from rftdask.data.juicer.base import OperatorResult, Pipeline, make_pipeline, read_recipe
 from rftdask.data.juicer.environment import VERSION, find_environment
-from rftdask.data.juicer.session import check_juicer, open_juicer
 from rftdask.errors import DataError, NotFoundError, StorageError, UserError
 from rftdask.storage import open_storage
 
@@ -61,9 +61,7 @@ def check_pipeline(stage: Config) -> None:
     """
     if not stage.makes_dataset or _is_made(stage):
         return
-    url = stage.service.data_juicer.server_url
-    with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
-        check_juicer(_read_section(stage)[0], Path(folder, "log"), KEY, server_url=url)
+    check_juicer(_read_section(stage)[0], KEY, server_url=stage.service.data_juicer.server_url)
 
 
 @contextmanager
@@ -138,26 +136,18 @@ def _read_section(stage: Config) -> tuple[Pipeline, list[str]]:
     """Return the pipeline of a stage and its inputs. Raises: DataError: an invalid recipe, or unsupported keys."""
     section = stage.data_processor.task_pipeline
     recipe: dict[str, Any] = {}
-    operators = read_operators(section.operators, f"{KEY}.operators")
+    entries, where = section.operators, f"{KEY}.operators"
     if section.config_path is not None:
         recipe = read_recipe(section.config_path, f"{KEY}.config_path")
-        operators = read_operators(recipe["process"], f"{KEY}.config_path {section.config_path}: process")
+        entries, where = recipe["process"], f"{KEY}.config_path {section.config_path}: process"
     inputs = list(section.inputs) or [str(path) for path in [recipe.get("dataset_path")] if path]
     if not inputs:
         raise DataError(f"{KEY}.inputs: required, since the recipe {section.config_path} has no dataset_path")
-    return Pipeline(
-        operators=operators,
-        text_key=_fields(stage, recipe)[0],
-        num_process=int(recipe.get("np") or section.num_process),
-        custom_operator_paths=as_list(recipe.get("custom_operator_paths")),
-    ), inputs
-
-
-def _fields(stage: Config, recipe: Mapping[str, Any]) -> list[str]:
-    """Return the columns that must have a value; text operators read the first."""
-    section, dataset = stage.data_processor.task_pipeline, stage.pipeline_dataset
+    # Text operators read the first of the columns that must have a value.
+    dataset = stage.pipeline_dataset
     assert dataset is not None
-    return list(section.target_fields) or as_list(recipe.get("text_keys")) or [dataset.format.prompt_key]
+    fields = list(section.target_fields) or recipe.get("text_keys") or [dataset.format.prompt_key]
+    return make_pipeline(entries, where, recipe, fields[0], section.num_process), inputs
 
 
 def _identity(stage: Config) -> dict[str, Any]:
@@ -244,7 +234,7 @@ def _make(stage: Config, say: Callable[[str], None]) -> str:
     with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
         log_file = Path(folder, "log")
         try:
-            with open_juicer(pipeline, log_file, KEY, server_url=url) as juicer:
+            with open_juicer(pipeline, KEY, server_url=url, log_file=log_file) as juicer:
                 say(f"  {len(rows):,} rows go through {len(pipeline.operators)} operators of Data-Juicer")
                 lines = juicer.run(rows, on_result)
         finally:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rftdask.errors import DataError, NotInstalledError, ProcessLostError, RftError, UserError
+from rftdask.storage.base import in_daemon
 
 if TYPE_CHECKING:
     from tinker import SamplingClient, ServiceClient
@@ -103,17 +102,7 @@ class TinkerService:
 
     def ask(self, doing: str, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
         """Call a function of the SDK that has no deadline of its own; arguments and errors as in `result_of`."""
-        answer: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(call())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        # A daemon, so that an unanswered call does not keep the process alive.
-        threading.Thread(target=run, name="tinker-call", daemon=True).start()
-        return self.result_of(doing, answer, timeout_s)
+        return self.result_of(doing, in_daemon(call, "tinker-call"), timeout_s)
 
     def open_sampler(self, *, base_model: str | None = None, path: str | None = None) -> SamplingClient:
         """Create a sampler of a base model, or of weights at a path. Raises: see `result_of`."""

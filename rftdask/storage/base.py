@@ -9,7 +9,7 @@ that
 - `list` uses no cache: everything put before the call, by any process, is listed.
 
 This module also has what the backends share: the check of paths, bounded retries (`Patience`), and concurrent calls
-(`in_order`). It knows nothing of runs, experiences or checkpoints.
+(`in_order`, `in_daemon`). It knows nothing of runs, experiences or checkpoints.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import logging
 import random
 import re
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -236,6 +237,20 @@ class Patience:
 
 
 # ---- concurrent calls
+
+
+def in_daemon(call: Callable[[], _Result], name: str) -> Future[_Result]:
+    """Run `call()` in a daemon thread, which keeps no process alive if it never returns. name: of the thread."""
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # `future.result` raises it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def in_order(call: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> Iterator[_Result]:

@@ -140,15 +140,11 @@ class Posix:
             return not stat.S_IMODE(os.stat(path).st_mode) & 0o077
         return False
 
-    def read(self, path: str) -> bytes:
-        """Return all bytes of a regular file. Raises: OSError ENODEV: it is a FIFO, a socket or a device."""
-        return self._read(path, 0, None)
+    def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
+        """Return `size` bytes of a regular file, or fewer at its end; None: all of them.
 
-    def read_part(self, path: str, start: int, size: int) -> bytes:
-        """Return `size` bytes of a regular file, or fewer at its end. Raises: as `read`."""
-        return self._read(path, start, size)
-
-    def _read(self, path: str, start: int, size: int | None) -> bytes:
+        Raises: OSError ENODEV: it is a FIFO, a socket or a device.
+        """
         # Without O_NONBLOCK, opening a FIFO would block until there is a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -230,18 +226,18 @@ class LocalStorage(Storage):
 
     def get(self, path: str) -> bytes:
         """See Storage. A file that is replaced meanwhile is read whole: the descriptor keeps the opened one."""
-        return self._get(path, self._posix.read)
+        return self._get(path)
 
     def get_part(self, path: str, start: int, stop: int) -> bytes:
         """See Storage. Reads no other bytes."""
-        return self._get(path, lambda target: self._posix.read_part(target, start, max(0, stop - start)))
+        return self._get(path, start, max(0, stop - start))
 
-    def _get(self, path: str, call: Callable[[str], bytes]) -> bytes:
+    def _get(self, path: str, *part: int) -> bytes:
         target = self._at(path)
 
         def read() -> bytes:
             try:
-                return call(target)
+                return self._posix.read(target, *part)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
                 raise NotFoundError(f"{target} does not exist") from error
 

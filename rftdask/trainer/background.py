@@ -6,10 +6,11 @@ A ThreadPoolExecutor does not fit: the interpreter joins its threads at exit, an
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from rftdask.storage.base import in_daemon
 
 Result = TypeVar("Result")
 
@@ -30,16 +31,7 @@ class Background:
     def start(self, job: Callable[[], Result]) -> Future[Result]:
         """Start a job after the previous one has ended. Raises: the error of the previous one."""
         self.flush()
-        future: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._last = future
-        threading.Thread(target=run, name=self._name, daemon=True).start()
+        self._last = future = in_daemon(job, self._name)
         return future
 
     def check(self) -> None:

@@ -14,11 +14,9 @@ import hashlib
 import io
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import fsspec
@@ -30,9 +28,9 @@ import typer
 from rftdask import __version__
 from rftdask.cli.common import say
 from rftdask.config.plugins import find_part
-from rftdask.data.juicer.base import OperatorResult, Pipeline, as_list, read_operators, read_recipe
+from rftdask.data.juicer import check_juicer, open_juicer
+from rftdask.data.juicer.base import OperatorResult, Pipeline, make_pipeline, read_recipe
 from rftdask.data.juicer.environment import set_up
-from rftdask.data.juicer.session import check_juicer, open_juicer
 from rftdask.data.task_pipeline import NUM_EXAMPLES, SOURCE
 from rftdask.errors import DataError, NotFoundError, UserError
 from rftdask.processes.dask_cluster import set_config
@@ -123,16 +121,13 @@ class Steps:
             entries = recipe["process"]
         if "dataset_path" in recipe:
             raise UserError("--juicer: the recipe has a dataset_path, but the command names the dataset; remove it")
-        operators = read_operators(entries, "--juicer")
-        names = [name for entry in operators for name in entry]
-        if others := [name for name in names if not name.endswith(("_filter", "_mapper"))]:
+        pipeline = make_pipeline(entries, "--juicer", recipe, (recipe.get("text_keys") or ["text"])[0])
+        if others := [name for name in pipeline.names if not name.endswith(("_filter", "_mapper"))]:
             raise UserError(
                 f"--juicer: {', '.join(others)}: a worker sees a part of the rows, so only filters and mappers "
                 "(*_filter, *_mapper) are allowed; --unique finds equal texts in the whole dataset"
             )
-        text_key = (as_list(recipe.get("text_keys")) or ["text"])[0]
-        paths = as_list(recipe.get("custom_operator_paths"))
-        return Pipeline(operators, text_key, int(recipe.get("np") or 1), paths)
+        return pipeline
 
 
 @contextlib.contextmanager
@@ -203,8 +198,7 @@ def refine(path: str, out: str, steps: Steps, submit: Submit) -> Refined:
     parts, pipeline, storage = read_parts(path), steps.pipeline(), open_storage(out)
     command: dict[str, Any] = {"input": path, "steps": asdict(steps), "parts": [asdict(part) for part in parts]}
     if pipeline is not None:
-        with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
-            check_juicer(pipeline, Path(folder, "log"), "--juicer")
+        check_juicer(pipeline, "--juicer")
         command["pipeline"] = asdict(pipeline)  # the content of a recipe may change
     try:
         before = json.loads(storage.get(_COMMAND))
@@ -332,10 +326,7 @@ def _score(parts: Sequence[Part], out: str, steps: Steps, pipeline: Pipeline | N
 def _run_juicer(table: pa.Table, pipeline: Pipeline) -> tuple[pa.Table, list[Sequence[int]]]:
     """Run Data-Juicer; return its table, and the numbers of the rows that each operator dropped."""
     rows, results = table.to_pylist(), list[OperatorResult]()
-    with (
-        tempfile.TemporaryDirectory(prefix="rftdask-") as folder,
-        open_juicer(pipeline, Path(folder, "log"), "--juicer") as juicer,
-    ):
+    with open_juicer(pipeline, "--juicer") as juicer:
         remaining = sorted(juicer.run(rows, results.append), key=lambda result: result.row)
     kept = table.take(pa.array([result.row for result in remaining], "int64"))
     # Columns that no operator changed keep their types.

@@ -1,7 +1,7 @@
 """Juicer: runs operators of Data-Juicer over rows, in a child process or in an HTTP service.
 
     pipeline = Pipeline([{"text_length_filter": {"min_len": 10}}], text_key="prompt")
-    with open_juicer(pipeline, log_file, what="...") as juicer:
+    with open_juicer(pipeline, what="...") as juicer:
         for result in juicer.run([{"prompt": "1+1?"}]):     # in the order of Data-Juicer
             print(result.row, result.changed, result.stats)
 
@@ -105,7 +105,7 @@ class Juicer(ABC):
 
 
 def read_recipe(path: str, where: str) -> dict[str, Any]:
-    """Read the keys `RECIPE` of a Data-Juicer recipe (YAML).
+    """Read the keys `RECIPE` of a Data-Juicer recipe (YAML); one text in place of a list is a list of it.
 
     where: configuration key with `path`. Raises: DataError: not a recipe, or it has unsupported keys.
     """
@@ -118,12 +118,18 @@ def read_recipe(path: str, where: str) -> dict[str, Any]:
         raise DataError(f"{at}: not a recipe of Data-Juicer, which has a list `process`")
     if unknown := sorted(set(recipe) - RECIPE - _IGNORED_IN_RECIPE):
         raise DataError(f"{at}: {', '.join(unknown)}: not supported; recipes may use {', '.join(sorted(RECIPE))}")
+    for key in {"text_keys", "custom_operator_paths"} & recipe.keys():
+        value = recipe[key]
+        recipe[key] = [str(item) for item in (value if isinstance(value, list) else [value] if value else [])]
     return {key: value for key, value in recipe.items() if key in RECIPE}
 
 
-def read_operators(entries: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Normalize operators to {name: args}; entries may also be a name, or {name: ..., args: ...}.
+def make_pipeline(
+    entries: Sequence[Any], where: str, recipe: Mapping[str, Any], text_key: str, num_process: int = 1
+) -> Pipeline:
+    """Make the pipeline of these operators. recipe: its `np`, if any, replaces `num_process`.
 
+    Args: entries: {name: args}, a name, or {name: ..., args: ...}. where: configuration key with them.
     Raises: UserError: another kind of entry.
     """
     operators = []
@@ -136,9 +142,4 @@ def read_operators(entries: Sequence[Any], where: str) -> list[dict[str, Any]]:
             forms = "a name, {name: {argument: value}}, or {name: ..., args: {argument: value}}"
             raise UserError(f"{where}[{number}]: {entry!r}: an operator is {forms}")
         operators.append({name: args or {}})
-    return operators
-
-
-def as_list(value: Any) -> list[str]:
-    """Return one text or a list of texts of a recipe as a list; an empty text as []."""
-    return [str(item) for item in (value if isinstance(value, list) else [value] if value else [])]
+    return Pipeline(operators, text_key, int(recipe.get("np") or num_process), recipe.get("custom_operator_paths", ()))

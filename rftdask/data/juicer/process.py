@@ -1,9 +1,9 @@
 """JuicerProcess: client of the process that runs Data-Juicer (runner.py), with the Python of its own environment.
 
-    with JuicerProcess(environment, Pipeline(operators, "prompt"), log_file) as process:
+    with JuicerProcess(environment, Pipeline(operators, "prompt")) as process:
         results = process.run(rows)
 
-The output of the process goes to `log_file`, whose last lines are part of the error if it dies. It may work for hours,
+The output of the process goes to a log, whose last lines are part of the error if it dies. It may work for hours,
 so its deadline is one of silence: neither an answer nor a byte in its log. It cannot install packages, neither through
 Data-Juicer (runner.py) nor through pip or uv. When this client ends, the process ends with all its forks.
 """
@@ -45,21 +45,22 @@ class JuicerProcess(Juicer):
         self,
         environment: Environment,
         pipeline: Pipeline,
-        log_file: Path,
+        log_file: Path | None = None,
         *,
         only_check: bool = False,
         silence_s: float = SILENCE_S,
     ) -> None:
         """Start the process and wait until its operators are made.
 
-        Args: only_check: only check that the operators and their arguments exist.
+        Args: log_file: None: a temporary file. only_check: only check that the operators and their arguments exist.
         Raises: UserError: an operator or an argument does not exist; NotInstalledError: an operator needs a package.
         """
-        self._log_file, self._silence_s = log_file, silence_s
+        self._folder = tempfile.TemporaryDirectory(prefix="rftdask-")
+        self._log_file, self._silence_s = log_file or Path(self._folder.name, "log"), silence_s
         # PYTHONPATH is for our interpreter, and RAY_JOB would start Ray.
         variables = {key: value for key, value in os.environ.items() if key not in ("RAY_JOB", "PYTHONPATH")}
         try:
-            with log_file.open("ab") as log:
+            with self._log_file.open("ab") as log:
                 self._process = subprocess.Popen(
                     [str(environment.python), "-I", str(_RUNNER)],
                     stdin=subprocess.PIPE,
@@ -69,6 +70,7 @@ class JuicerProcess(Juicer):
                     start_new_session=True,  # not interrupted by Ctrl-C, and killed together with its forks
                 )
         except OSError as error:
+            self._folder.cleanup()
             raise NotInstalledError(f"{environment.python}: {error}; run `rftdask data setup` again") from error
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._pump, name="data-juicer-reader", daemon=True).start()
@@ -85,19 +87,18 @@ class JuicerProcess(Juicer):
         try:
             if self._log_file.stat().st_size > _MAX_LOG_BYTES:
                 os.truncate(self._log_file, 0)
-            with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
-                source, out = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
-                with source.open("w", encoding="utf-8") as file:
-                    for number, row in enumerate(rows):
-                        try:
-                            file.write(json.dumps(row) + "\n")
-                        except TypeError as error:
-                            raise DataError(f"row {number} for Data-Juicer: {error}; it takes only JSON") from error
-                self._send({"rows": str(source), "out": str(out)})
-                while "done" not in (message := self._receive()):
-                    say(OperatorResult(message["operator"], message["rows"], message["dropped"]))
-                with out.open(encoding="utf-8") as file:
-                    return [RowResult(**json.loads(line)) for line in file]
+            source, out = Path(self._folder.name, "in.jsonl"), Path(self._folder.name, "out.jsonl")
+            with source.open("w", encoding="utf-8") as file:
+                for number, row in enumerate(rows):
+                    try:
+                        file.write(json.dumps(row) + "\n")
+                    except TypeError as error:
+                        raise DataError(f"row {number} for Data-Juicer: {error}; it takes only JSON") from error
+            self._send({"rows": str(source), "out": str(out)})
+            while "done" not in (message := self._receive()):
+                say(OperatorResult(message["operator"], message["rows"], message["dropped"]))
+            with out.open(encoding="utf-8") as file:
+                return [RowResult(**json.loads(line)) for line in file]
         except BaseException:
             # If it is still running, its next message would be taken for the answer to another request.
             self.close()
@@ -111,6 +112,7 @@ class JuicerProcess(Juicer):
         for stream in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError, ValueError):
                 stream.close()  # type: ignore[union-attr]
+        self._folder.cleanup()
 
     def _pump(self) -> None:
         assert self._process.stdout is not None
@@ -128,6 +130,7 @@ class JuicerProcess(Juicer):
             raise self._death() from error
 
     def _receive(self) -> dict[str, Any]:
+        """Return the next message. The caller closes this object after an error."""
         last_output_s, log_bytes = time.monotonic(), -1
         while True:
             try:
@@ -137,7 +140,6 @@ class JuicerProcess(Juicer):
                 if (size := self._log_file.stat().st_size) != log_bytes:
                     last_output_s, log_bytes = time.monotonic(), size
                 elif time.monotonic() - last_output_s > self._silence_s:
-                    self.close()
                     raise WaitTimeout(
                         f"Data-Juicer had no output for {self._silence_s:.0f} s and was killed{self._tail()}"
                     ) from None

@@ -23,8 +23,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import pyarrow as pa
-
 from rftdask.data.juicer.base import SILENCE_S, Juicer, OperatorResult, Pipeline, RowResult
 from rftdask.data.juicer.runner import OTHER_ROWS, ROW, STATS, compare_rows, number_rows
 from rftdask.errors import DataError, ProcessLostError, UserError, WaitTimeout
@@ -61,6 +59,8 @@ class JuicerService(Juicer):
         self, rows: Sequence[Mapping[str, Any]], say: Callable[[OperatorResult], None] = lambda result: None
     ) -> list[RowResult]:
         """See Juicer; `say` is called once, for all operators together."""
+        import pyarrow as pa  # late: no check of a file needs it
+
         before = [dict(row) for row in rows]
         try:
             table = pa.Table.from_pylist(number_rows(before))
@@ -88,10 +88,6 @@ class JuicerService(Juicer):
         remaining = {row[ROW] for row in after}
         say(OperatorResult(names, len(after), [number for number in range(len(before)) if number not in remaining]))
         return [RowResult(**line) for line in compare_rows(before, table.to_pylist(), after)]
-
-    def check(self) -> None:
-        """Run over no rows: only then does the service check its operators. Raises: as `run`."""
-        self.run([])
 
     def close(self) -> None:
         """End the session."""

@@ -218,16 +218,12 @@ class SimulatedDisk(Posix):
 
     # ---- calls that read the disk
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
         """Written bytes, synced or not. Raises: IsADirectoryError, FileNotFoundError."""
         node = self._node(path)
         if isinstance(node, _Folder):
             raise _error(errno.EISDIR, path)
-        return node.data
-
-    def read_part(self, path: str, start: int, size: int) -> bytes:
-        """As `read`."""
-        return self.read(path)[start : start + size]
+        return node.data[start : None if size is None else start + size]
 
     @_alone
     def scan(self, path: str) -> list[tuple[str, bool]]:

@@ -79,9 +79,9 @@ class AwayPosix(Posix):
         self._reply("sync_folder")
         return inode
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
         self._reach()
-        return super().read(path)
+        return super().read(path, start, size)
 
     def scan(self, path: str) -> list[tuple[str, bool]]:
         self._reach()

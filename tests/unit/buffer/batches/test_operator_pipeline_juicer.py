@@ -22,8 +22,8 @@ from rftdask.algorithm.operators import DataJuicer
 from rftdask.buffer.batches.operator_pipeline import filter_experiences, operators_of
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
+from rftdask.data.juicer import check_juicer_env
 from rftdask.data.juicer.environment import PLACE
-from rftdask.data.juicer.session import check_juicer_env
 from rftdask.errors import ConfigError, NotInstalledError, OperatorError, UserError
 from tests.unit.buffer.batches.test_operator_pipeline import group
 from tests.unit.data.fake_data_juicer.environment import make_stand_in
