@@ -443,8 +443,10 @@ class ImageProcessor:
         inputs = {name: value for name, value in outputs if name not in _NO_INPUTS and hasattr(value, "shape")}
         with self._inputs_lock:
             self._inputs[key] = inputs
-            while len(self._inputs) > 1 and sum(map(_num_bytes, self._inputs.values())) > self._max_input_bytes:
+            sizes = [sum(value.nbytes for value in cached.values()) for cached in self._inputs.values()]
+            while len(sizes) > 1 and sum(sizes) > self._max_input_bytes:
                 self._inputs.popitem(last=False)
+                del sizes[0]
         return dict(inputs)
 
     def _process(self, names: Sequence[str]) -> Any:
@@ -485,7 +487,3 @@ def _without_videos(source: str, options: dict[str, Any]) -> Any:
 @lru_cache(maxsize=4096)
 def _tokens(processor: ImageProcessor, name: str) -> tuple[int, ...]:
     return tuple(processor._process([name])["input_ids"][0].tolist())
-
-
-def _num_bytes(inputs: Mapping[str, Tensor]) -> int:
-    return sum(value.nbytes for value in inputs.values())

@@ -47,12 +47,6 @@ class Tokenizer(Protocol):
         """Render a chat: as text, or as token ids with `tokenize=True`."""
 
 
-class _SplittingTokenizer(Protocol):
-    """A transformers tokenizer with special tokens."""
-
-    def encode(self, text: str, /, *, add_special_tokens: bool, split_special_tokens: bool) -> list[int]: ...
-
-
 class ByteTokenizer:
     """The tokenizer of engines without a model: one token per byte, one line per message."""
 
@@ -150,8 +144,7 @@ def encode_hidden(tokenizer: Tokenizer, text: str, hidden: Mapping[str, str]) ->
             tokens += tokenizer.encode(joined, add_special_tokens=False) if joined else []
             continue
         assert special is not None
-        splitting = cast(_SplittingTokenizer, tokenizer)
-        split = splitting.encode(joined, add_special_tokens=False, split_special_tokens=True)
+        split = cast(Any, tokenizer).encode(joined, add_special_tokens=False, split_special_tokens=True)
         if not ids.keys().isdisjoint(split):
             # A vocabulary of whole words still has the special token, so it is cut in two.
             cuts = [0, *(match.start() + 1 for match in special.finditer(joined)), len(joined)]

@@ -1,9 +1,31 @@
-"""Hooks of FaultyStorage that end a writer at one place, as a kill would."""
+"""Hooks of FaultyStorage that end a writer at one place, as a kill would, or fail every call."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rftdask.errors import StorageError
 from rftdask.testing.storage_faults import Hook
+
+WRITES = ("put", "put_new", "remove")
+
+
+class Killed(BaseException):
+    """Simulates the end of the process."""
+
+
+def killed_at(number: int, moment: str = "before", verbs: Sequence[str] = WRITES) -> Hook:
+    """Raises Killed before or after the call of this number, from 0, among those of `verbs`, and at each later one."""
+    left = number
+
+    def hook(verb: str, path: str, stage: str) -> None:
+        nonlocal left
+        if verb in verbs and stage == moment:
+            if left <= 0:
+                raise Killed
+            left -= 1
+
+    return hook
 
 
 def killed_at_put(number: int, puts: list[str]) -> Hook:
@@ -18,11 +40,11 @@ def killed_at_put(number: int, puts: list[str]) -> Hook:
     return hook
 
 
-def killed_before(verb: str, path: str) -> Hook:
-    """Before every such call."""
+def killed_before(verb: str, path: str | None = None) -> Hook:
+    """Before every such call; path: None: of any path."""
 
     def hook(called: str, at: str, stage: str) -> None:
-        if (called, at, stage) == (verb, path, "before"):
+        if (called, stage) == (verb, "before") and path in (None, at):
             raise StorageError("killed")
 
     return hook

@@ -237,6 +237,7 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
     if turn_rewards.null_count < len(turn_rewards):
         rewards_of_turns = numbers_of(turn_rewards.fill_null(0.0)).astype(np.float32)
 
+    images = table.column("images")
     return TrainingBatch(
         tokens=_flat(tokens, np.int32),
         lengths=lengths,
@@ -258,14 +259,8 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
         states=state_numbers,
         turn_rewards=rewards_of_turns,
         routed_experts=_experts(_array(table.column("routed_experts")), lengths),
-        images=_images(_array(table.column("images"))),
+        images=None if images.null_count == len(images) else tuple(tuple(names or ()) for names in images.to_pylist()),
     )
-
-
-def _images(column: pa.ListArray) -> tuple[tuple[str, ...], ...] | None:
-    if column.null_count == len(column):
-        return None
-    return tuple(tuple(names or ()) for names in column.to_pylist())
 
 
 def _experts(column: pa.ListArray, lengths: np.ndarray) -> np.ndarray | None:

@@ -91,6 +91,25 @@ def commit_batch(
     return log.commit(rows, explore_step=step, unit=batch)
 
 
+BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
+"""Two explore steps of four tasks in work units of two: eight groups of two rows, four train batches."""
+
+
+def committed(
+    order: Sequence[tuple[int, int]] = BATCHES, statuses: Statuses = all_ok, versions: Sequence[int] = (0, 0)
+) -> Storage:
+    """A storage with these work units. versions: policy version that sampled explore step 1, and 2."""
+    storage = new_storage()
+    for step, batch in order:
+        commit_batch(ParquetLog(storage), step, batch, statuses=statuses, version=versions[step - 1])
+    return storage
+
+
+def uids(*tasks: int) -> tuple[str, ...]:
+    """Of both rollouts of each task."""
+    return tuple(f"t/0/{task}/{k}/0" for task in tasks for k in (0, 1))
+
+
 def make_source(
     storage: Storage, *, log: ExperienceLog | None = None, lineage: str = "main", **options: Any
 ) -> LogSource:
@@ -130,8 +149,16 @@ def take(source: LogSource, steps: Sequence[int]) -> list[tuple[str, ...]]:
     return batches
 
 
-def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
+def audit(storage: Storage, max_uses: int | None = 1) -> Audit:
+    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2, max_uses=max_uses)
+
+
+def sound_audit(storage: Storage, max_uses: int | None = 1) -> Audit:
+    """An audit that must add up without problems."""
+    found = audit(storage, max_uses)
+    assert found.problems == ()
+    assert found.committed == found.trained + found.waiting + sum(found.dropped.values())
+    return found
 
 
 def find_whole(log: ExperienceLog, explore_step: int, unit: int) -> ShardName | None:

@@ -12,7 +12,7 @@ import pytest
 
 from rftdask.config.schema.buffer import FormatConfig
 from rftdask.data.datasets import RowsDataset
-from rftdask.data.supervised import SftRows
+from rftdask.data.supervised import Row, SftRows
 from rftdask.errors import DataError
 
 EOS = 0
@@ -46,6 +46,13 @@ class CharTokenizer:
         return text.removesuffix("|" if continue_final_message else "") + (
             "<assistant>" if add_generation_prompt else ""
         )
+
+
+def marked(row: Row) -> list[tuple[int, bool]]:
+    """(token, is learned) of a row."""
+    tokens, prompt, mask = row
+    marks = [False] * prompt + list(mask if mask is not None else [True] * (len(tokens) - prompt))
+    return list(zip(tokens, marks, strict=True))
 
 
 class MovingTemplate(CharTokenizer):
@@ -208,11 +215,8 @@ def learned(rows: list[dict[str, Any]], **fields: Any) -> list[str]:
     max_tokens = fields.pop("max_tokens", 99)
     all_turns = fields.pop("all_turns", True)
     fmt = FormatConfig(messages_key="messages", enable_concatenated_multi_turn=all_turns, **fields)
-    found = []
-    for tokens, prompt_length, mask in SftRows(RowsDataset([rows], "f"), CharTokenizer(), fmt, max_tokens).read([0]):
-        marks = [False] * prompt_length + list(mask if mask is not None else [True] * (len(tokens) - prompt_length))
-        found.append("".join(chr(t).upper() if mark else chr(t) for t, mark in zip(tokens, marks, strict=True)))
-    return found
+    read = SftRows(RowsDataset([rows], "f"), CharTokenizer(), fmt, max_tokens).read([0])
+    return ["".join(chr(t).upper() if mark else chr(t) for t, mark in marked(row)) for row in read]
 
 
 def test_all_turns_of_a_chat_can_be_learned_in_one_sequence() -> None:

@@ -20,6 +20,7 @@ from rftdask.engines.base import SamplingParams
 from rftdask.errors import DataError
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
+from tests.unit.data.test_supervised import marked
 from tests.unit.data.test_tokenizer import Echo
 from tests.unit.data.test_tokenizer import fast as chatml
 
@@ -98,8 +99,7 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> 
 
 
 def learned(row: Row) -> list[bool]:
-    tokens, prompt, mask = row
-    return [False] * prompt + (list(mask) if mask is not None else [True] * (len(tokens) - prompt))
+    return [is_learned for _, is_learned in marked(row)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,24 +13,11 @@ from rftdask.data.datasets import RowsDataset
 from rftdask.data.supervised import LabeledRows, PreferenceRows, TextRows
 from rftdask.errors import DataError
 from tests.unit.buffer.buffer_cases import batch_of, new_storage
+from tests.unit.data.test_supervised import CharTokenizer, marked
 
 
 def dataset(*rows: dict[str, Any]) -> RowsDataset:
     return RowsDataset([rows], "f1")
-
-
-class Characters:
-    eos_token_id: int | None = 0
-    chat_template = None
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [ord(c) for c in text]
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, tokens))
-
-    def apply_chat_template(self, messages: Any, **options: Any) -> str:
-        raise AssertionError("plain text has no template")
 
 
 FORMAT = FormatConfig(prompt_type="raw")
@@ -40,7 +26,7 @@ PAIRS = dataset(*({"prompt": "q", "chosen": f"{i}", "rejected": f"{i}!"} for i i
 
 
 def test_a_pair_is_two_neighbors_the_better_one_first() -> None:
-    rows = PreferenceRows(PAIRS, Characters(), FORMAT, MAX_TOKENS).read([2, 0])
+    rows = PreferenceRows(PAIRS, CharTokenizer(), FORMAT, MAX_TOKENS).read([2, 0])
     texts = ["".join(map(chr, tokens[:-1])) for tokens, _, _ in rows]
     assert texts == ["q2", "q2!", "q0", "q0!"]
     assert [prompt for _, prompt, _ in rows] == [1, 1, 1, 1]
@@ -48,7 +34,7 @@ def test_a_pair_is_two_neighbors_the_better_one_first() -> None:
 
 def test_a_missing_side_is_named() -> None:
     with pytest.raises(DataError, match="no column 'better'"):
-        PreferenceRows(PAIRS, Characters(), FormatConfig(prompt_type="raw", chosen_key="better"), MAX_TOKENS)
+        PreferenceRows(PAIRS, CharTokenizer(), FormatConfig(prompt_type="raw", chosen_key="better"), MAX_TOKENS)
 
 
 USER, GOOD, BAD = (
@@ -57,7 +43,7 @@ USER, GOOD, BAD = (
 MORE = {"role": "user", "content": "more"}
 
 
-class Lines(Characters):
+class Lines(CharTokenizer):
     """A chat is a line for each message."""
 
     def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool = False, **options: Any) -> str:
@@ -69,12 +55,9 @@ class Lines(Characters):
 
 def pair(row: dict[str, Any], **fields: Any) -> list[str]:
     """Both sequences of a pair, what is learned in brackets."""
-    found = []
-    for tokens, prompt, mask in PreferenceRows(dataset(row), Lines(), FormatConfig(**fields), 99).read([0]):
-        marks = [False] * prompt + list(mask if mask is not None else [True] * (len(tokens) - prompt))
-        text = "".join(f"[{chr(t)}]" if mark else chr(t) for t, mark in zip(tokens, marks, strict=True))
-        found.append(text.replace("][", ""))
-    return found
+    rows = PreferenceRows(dataset(row), Lines(), FormatConfig(**fields), 99).read([0])
+    texts = ("".join(f"[{chr(t)}]" if mark else chr(t) for t, mark in marked(row)) for row in rows)
+    return [text.replace("][", "") for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +103,7 @@ def test_a_pair_that_cannot_be_compared_is_refused(row: dict[str, Any], message:
 
 
 def test_no_batch_parts_a_pair() -> None:
-    reader = PreferenceRows(PAIRS, Characters(), FORMAT, MAX_TOKENS)
+    reader = PreferenceRows(PAIRS, CharTokenizer(), FORMAT, MAX_TOKENS)
     source = DatasetSource(
         reader.read, 4, "f1", Ledger(new_storage()), batch_size=3, total_epochs=3, shuffle_seed=1, group_size=2
     )
@@ -136,7 +119,7 @@ def test_no_batch_parts_a_pair() -> None:
 
 
 def test_all_tokens_of_a_text_but_the_first_are_learned() -> None:
-    rows = TextRows(dataset({"prompt": "abc"}, {"prompt": "abcdefgh"}), Characters(), FORMAT, MAX_TOKENS)
+    rows = TextRows(dataset({"prompt": "abc"}, {"prompt": "abcdefgh"}), CharTokenizer(), FORMAT, MAX_TOKENS)
     (short, prompt, mask), (long, _, _) = rows.read([0, 1])
     assert (list(short), prompt, mask) == ([97, 98, 99, 0], 1, None)
     assert list(long) == [97, 98, 99, 100, 101, 102]
@@ -145,24 +128,24 @@ def test_all_tokens_of_a_text_but_the_first_are_learned() -> None:
 @pytest.mark.parametrize(("value", "message"), [(3, "holds int, not text"), ("", "has 1 tokens")])
 def test_a_text_that_teaches_nothing_is_refused(value: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        TextRows(dataset({"prompt": value}), Characters(), FORMAT, MAX_TOKENS).read([0])
+        TextRows(dataset({"prompt": value}), CharTokenizer(), FORMAT, MAX_TOKENS).read([0])
 
 
 def test_a_missing_text_column_is_named() -> None:
     with pytest.raises(DataError, match="no column 'text'"):
-        TextRows(PAIRS, Characters(), FormatConfig(prompt_key="text"), MAX_TOKENS)
+        TextRows(PAIRS, CharTokenizer(), FormatConfig(prompt_key="text"), MAX_TOKENS)
 
 
 def test_a_verdict_comes_with_its_response() -> None:
     rows = [{"prompt": "2+2=", "response": "4", "label": True}, {"prompt": "1+1=", "response": "3", "label": 0}]
-    reader = LabeledRows(dataset(*rows), Characters(), FORMAT, MAX_TOKENS)
+    reader = LabeledRows(dataset(*rows), CharTokenizer(), FORMAT, MAX_TOKENS)
     assert [(row[1], row[3]) for row in reader.read([0, 1])] == [(4, 1.0), (4, 0.0)]
     assert reader.sequences_per_row == 1
 
 
 def test_a_pair_is_a_desirable_response_and_an_undesirable_one() -> None:
-    reader = LabeledRows(PAIRS, Characters(), FORMAT, MAX_TOKENS)
-    pairs = PreferenceRows(PAIRS, Characters(), FORMAT, MAX_TOKENS).read([2, 0])
+    reader = LabeledRows(PAIRS, CharTokenizer(), FORMAT, MAX_TOKENS)
+    pairs = PreferenceRows(PAIRS, CharTokenizer(), FORMAT, MAX_TOKENS).read([2, 0])
     assert reader.read([2, 0]) == [(*row, label) for row, label in zip(pairs, [1.0, 0.0] * 2, strict=True)]
     assert reader.sequences_per_row == 2
 
@@ -170,10 +153,10 @@ def test_a_pair_is_a_desirable_response_and_an_undesirable_one() -> None:
 def test_rows_with_neither_labels_nor_pairs_are_refused() -> None:
     rows = dataset({"prompt": "a", "response": "b", "good": True})
     with pytest.raises(DataError, match=r"neither labels \(column 'label', format.label_key\) nor pairs"):
-        LabeledRows(rows, Characters(), FORMAT, MAX_TOKENS)
+        LabeledRows(rows, CharTokenizer(), FORMAT, MAX_TOKENS)
 
 
 def test_an_invalid_label_is_refused() -> None:
     rows = [{"prompt": "a", "response": "b", "label": "good"}]
     with pytest.raises(DataError, match=r"row 0: column 'label' holds 'good'; use true or false"):
-        LabeledRows(dataset(*rows), Characters(), FORMAT, MAX_TOKENS).read([0])
+        LabeledRows(dataset(*rows), CharTokenizer(), FORMAT, MAX_TOKENS).read([0])

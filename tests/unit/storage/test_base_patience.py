@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,42 +51,19 @@ class AwayPosix(Posix):
             self.goes_at, self.is_away = "", True
         self._reach()
 
-    def create(self, path: str) -> int:
-        self._reach()
-        return super().create(path)
+    @staticmethod
+    def _reached(call: Callable[..., Any]) -> Callable[..., Any]:
+        def reached(self: AwayPosix, *arguments: Any) -> Any:
+            self._reach()
+            result = call(self, *arguments)
+            self._reply(call.__name__)
+            return result
 
-    def sync(self, descriptor: int) -> None:
-        self._reach()
-        super().sync(descriptor)
-        self._reply("sync")
+        return reached
 
-    def rename(self, source: str, target: str) -> None:
-        self._reach()
-        super().rename(source, target)
-        self._reply("rename")
-
-    def link(self, source: str, target: str) -> None:
-        self._reach()
-        super().link(source, target)
-        self._reply("link")
-
-    def unlink(self, path: str) -> None:
-        self._reach()
-        super().unlink(path)
-
-    def sync_folder(self, path: str) -> int:
-        self._reach()
-        inode = super().sync_folder(path)
-        self._reply("sync_folder")
-        return inode
-
-    def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
-        self._reach()
-        return super().read(path, start, size)
-
-    def scan(self, path: str) -> list[tuple[str, bool]]:
-        self._reach()
-        return super().scan(path)
+    create, sync, rename = _reached(Posix.create), _reached(Posix.sync), _reached(Posix.rename)
+    link, unlink, sync_folder = _reached(Posix.link), _reached(Posix.unlink), _reached(Posix.sync_folder)
+    read, scan = _reached(Posix.read), _reached(Posix.scan)
 
     def is_same_file(self, path: str, other: str) -> bool:
         return not self.is_away and super().is_same_file(path, other)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from storage_kills import killed_before
 
-from rftdask.buffer.batches.audit import Audit, audit_log
+from rftdask.buffer.batches.audit import Audit
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.source import BatchNotReady
 from rftdask.buffer.log.file_log import ParquetLog
@@ -20,39 +21,20 @@ from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError, EmptyBatchError, FencedError, RoleError, StorageError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.buffer import buffer_cases
 from tests.unit.buffer.buffer_cases import (
-    Statuses,
-    all_ok,
+    BATCHES,
     batch_of,
     commit_batch,
+    committed,
     entries,
     find_whole,
     make_source,
     new_storage,
     take,
+    uids,
 )
-
-BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
-"""Two explore steps of four tasks in work units of two: eight groups, four train batches, two rows a group."""
-
-
-def uids(*tasks: int) -> tuple[str, ...]:
-    return tuple(f"t/0/{task}/{k}/0" for task in tasks for k in (0, 1))
-
-
-def audit(storage: Storage) -> Audit:
-    """Audit that must add up without problems."""
-    found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
-    assert found.problems == ()
-    assert found.committed == found.trained + found.waiting + sum(found.dropped.values())
-    return found
-
-
-def committed(order: list[tuple[int, int]] = BATCHES, statuses: Statuses = all_ok) -> Storage:
-    storage = new_storage()
-    for step, batch in order:
-        commit_batch(ParquetLog(storage), step, batch, statuses=statuses)
-    return storage
+from tests.unit.buffer.buffer_cases import sound_audit as audit
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(BATCHES)))
@@ -84,14 +66,8 @@ def test_unordered_batches_train_arrived_groups_first() -> None:
 
 def test_a_batch_is_written_down_before_it_is_handed_out() -> None:
     inner = committed()
-
-    def fail(verb: str, path: str, stage: str) -> None:
-        if verb == "put_new" and stage == "before":
-            raise StorageError("the disk is full")
-
-    faulty = FaultyStorage(inner, fail)
-    with pytest.raises(StorageError, match="the disk is full"):
-        batch_of(make_source(faulty), 1)
+    with pytest.raises(StorageError, match="killed"):
+        batch_of(make_source(FaultyStorage(inner, killed_before("put_new"))), 1)
     assert audit(inner) == Audit(committed=16, trained=0, waiting=16)
     found = batch_of(make_source(inner), 1)
     assert found is not None
@@ -282,7 +258,8 @@ def test_partial_batches_lose_nothing_and_train_nothing_twice(
     assert audit(storage).waiting == 16 - len(trained)
 
 
-def test_without_patience_an_incomplete_batch_raises_not_ready() -> None:
+def test_without_patience_only_a_complete_batch_is_returned() -> None:
+    assert make_source(committed()).entry(1, patience_s=0.0) is not None
     with pytest.raises(BatchNotReady, match="batch 1 is not ready"):
         make_source(new_storage()).entry(1, patience_s=0.0)
 
@@ -293,10 +270,6 @@ def test_the_deadline_covers_repeated_calls_for_a_batch() -> None:
         for _ in range(1000):
             with contextlib.suppress(BatchNotReady):
                 source.entry(1, patience_s=0.001)
-
-
-def test_a_ready_batch_needs_no_patience() -> None:
-    assert make_source(committed()).entry(1, patience_s=0.0) is not None
 
 
 def test_an_entry_of_another_trainer_fences() -> None:
@@ -424,5 +397,5 @@ def test_the_audit_finds_planted_faults(plant: Plant, problem: str) -> None:
     take(make_source(storage), [1])
     assert audit(storage).trained == 4
     plant(storage, entries(storage)[0])
-    found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
-    assert any(re.search(problem, line) for line in found.problems), found.problems
+    problems = buffer_cases.audit(storage).problems
+    assert any(re.search(problem, line) for line in problems), problems

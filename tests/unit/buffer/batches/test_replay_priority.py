@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.batches.audit import Audit, audit_log
+from rftdask.buffer.batches.audit import Audit
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.replay_priority import (
@@ -31,24 +32,14 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
 from rftdask.errors import WaitTimeout
 from rftdask.storage import Storage
-from tests.unit.buffer.buffer_cases import batch_of, commit_batch, entries, make_source, new_storage, take
+from tests.unit.buffer import buffer_cases
+from tests.unit.buffer.buffer_cases import batch_of, entries, make_source, take, uids
 from tests.unit.config.config_cases import config, grpo
-
-BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
-"""Eight groups of two rows, in explore steps of four tasks; step s was sampled by version s - 1."""
 
 REUSE = Replay(LinearDecay(decay=2.0), reuse_cooldown_s=0.0)
 
 
-def uids(*tasks: int) -> tuple[str, ...]:
-    return tuple(f"t/0/{task}/{k}/0" for task in tasks for k in (0, 1))
-
-
-def committed(order: list[tuple[int, int]] = BATCHES, of_one_version: bool = False, **fields: Any) -> Storage:
-    storage = new_storage()
-    for step, batch in order:
-        commit_batch(ParquetLog(storage), step, batch, version=0 if of_one_version else step - 1, **fields)
-    return storage
+committed = partial(buffer_cases.committed, versions=(0, 1))  # step s was sampled by version s - 1
 
 
 def replaying(storage: Storage, rule: Replay = REUSE, **options: Any) -> LogSource:
@@ -56,7 +47,7 @@ def replaying(storage: Storage, rule: Replay = REUSE, **options: Any) -> LogSour
 
 
 def audit(storage: Storage, max_uses: int | None = None) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2, max_uses=max_uses)
+    return buffer_cases.audit(storage, max_uses)
 
 
 # ---- the rule
@@ -215,7 +206,7 @@ def test_a_resumed_source_forms_the_same_batches(
     def sealed() -> Storage:
         # All is there from the start, so it is of the initial weights: no trainer meets rows of weights that it has not
         # made, and the fold over the newest entries relies on that.
-        storage = committed(of_one_version=True)
+        storage = committed(versions=(0, 0))
         ParquetLog(storage).seal(2)
         return storage
 
@@ -249,9 +240,7 @@ def test_a_resumed_source_forms_the_same_batches(
         assert _by_place(strip, names) == _by_place(
             [(e.use, e.drop, e.positions, e.notes) for e in entries(whole)], names
         )
-    found = audit(storage, max_uses=limit)
-    assert found.problems == ()
-    assert found.committed == found.trained + found.waiting + sum(found.dropped.values())
+    buffer_cases.sound_audit(storage, max_uses=limit)
 
 
 def _by_place(rows: list[Any], names: dict[str, tuple[int, int]]) -> list[Any]:

@@ -12,15 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.batches.audit import audit_log
+from rftdask.buffer.batches.audit import Audit
 from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table
-from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.log_source import EntryReader
 from rftdask.buffer.batches.source import BASELINE, BatchFilter, Demonstrations, RowOrder
+from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.schema import Turn
 from rftdask.errors import DataError
 from rftdask.storage import Storage
-from tests.unit.buffer.buffer_cases import batch_of, commit_batch, make_source, new_storage
+from tests.unit.buffer.buffer_cases import audit, batch_of, committed, experience, make_source
 
 
 class DropRollout(BatchFilter):
@@ -39,11 +41,7 @@ class DropRollout(BatchFilter):
 
 
 def filled() -> Storage:
-    storage = new_storage()
-    log = ParquetLog(storage)
-    commit_batch(log, 1, 0)
-    commit_batch(log, 1, 1)
-    return storage
+    return committed([(1, 0), (1, 1)])
 
 
 def first(storage: Storage, **options: object) -> tuple[LedgerEntry, TrainingBatch]:
@@ -58,8 +56,7 @@ def test_dropped_rows_are_in_the_ledger_with_their_reason() -> None:
     assert [rows.rows for rows in entry.use] == [(1,), (3,)]
     assert [(rows.rows, rows.reason) for rows in entry.drop] == [((0,), "why"), ((2,), "why")]
     assert batch.uids == ("t/0/0/1/0", "t/0/1/1/0")
-    audit = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
-    assert (audit.trained, audit.dropped, audit.waiting, audit.problems) == (2, {"why": 2}, 4, ())
+    assert audit(storage) == Audit(committed=8, trained=2, waiting=4, dropped={"why": 2})
 
 
 def test_a_replay_trains_the_same_rewards() -> None:
@@ -120,7 +117,7 @@ def test_demonstrations_are_recorded_and_follow_the_rollouts() -> None:
     assert batch.rollouts.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert [row.tolist() for row in batch.row_tokens()[4:]] == [[1, 2, 0], [1, 2, 1], [1, 2, 2]]
     assert batch.uids[4:] == ("dataset:f1/0/0", "dataset:f1/1/1", "dataset:f1/2/2")
-    assert audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2).trained == 4
+    assert audit(storage).trained == 4
 
 
 def test_demonstrations_continue_across_batches_and_epochs() -> None:
@@ -141,9 +138,6 @@ def test_another_dataset_than_the_ledgers_is_refused() -> None:
 
 
 def test_turns_of_a_rollout_share_its_number() -> None:
-    from rftdask.buffer.log.columns import experiences_to_table
-    from tests.unit.buffer.buffer_cases import experience
-
     rows = [experience(0, 0), experience(0, 1), experience(0, 1, turn=1), experience(1, 0)]
     batch = batch_from_table(experiences_to_table(rows))
     assert batch.rollouts.tolist() == [0, 1, 1, 2]
@@ -152,10 +146,6 @@ def test_turns_of_a_rollout_share_its_number() -> None:
 
 
 def test_rows_of_one_turn_and_rows_of_several_stand_in_one_batch() -> None:
-    from rftdask.buffer.log.columns import experiences_to_table
-    from rftdask.buffer.log.schema import Turn
-    from tests.unit.buffer.buffer_cases import experience
-
     turns = (Turn(0, 0, 1, 0, 1, "user", 7, 0, 0, "a", 0.5), Turn(2, 2, 3, 1, 2, "tool", 8))
     told = experience(0, 1, loss_mask=(True, False, True), turns=turns)
     alone = experience(0, 1, turn=1, env_state="b", turn_reward=0.25)
@@ -173,14 +163,12 @@ def test_rows_of_one_turn_and_rows_of_several_stand_in_one_batch() -> None:
 @settings(max_examples=30)
 def test_reading_some_places_gives_rows_of_the_whole_batch(places: set[int], with_baseline: bool) -> None:
     storage = filled()
-    demonstrations = Demonstrations(
-        lambda numbers: [((1, 2, n), 1, None) for n in numbers], "f", RowOrder(3, None), per_batch=2
-    )
+    shown = demonstrations()
     curation = DropRollout(0, BASELINE if with_baseline else "why")
-    source = make_source(storage, groups_per_batch=4, batch_filter=curation, demonstrations=demonstrations)
+    source = make_source(storage, groups_per_batch=4, batch_filter=curation, demonstrations=shown)
     entry, whole = batch_of(source, 1) or pytest.fail("no batch")
     at = sorted(place for place in places if place < len(whole))
-    reader = EntryReader(ParquetLog(storage), batch_filter=curation, demonstrations=demonstrations)
+    reader = EntryReader(ParquetLog(storage), batch_filter=curation, demonstrations=shown)
     part = reader.read(entry, at)
     assert part.uids == tuple(whole.uids[place] for place in at)
     for name in ("rewards", "lengths", "experts", "min_policy_versions", *(["baselines"] if with_baseline else [])):

@@ -4,15 +4,16 @@ pass is killed; the content of small files is verified in the large ones; listin
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from storage_kills import WRITES, Killed, killed_at
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import compaction
@@ -32,11 +33,6 @@ from rftdask.testing.storage_faults import FaultyStorage
 from tests.unit.buffer.buffer_cases import audit, commit_batch, experience, make_source, new_storage, take
 
 NUM_STEPS = 4
-WRITES = ("put", "put_new", "remove")
-
-
-class Killed(BaseException):
-    """Simulates the end of the process."""
 
 
 def trained_run(storage: Storage, first: int = 1) -> None:
@@ -55,22 +51,14 @@ def contents(storage: Storage) -> list[tuple[ShardName, pa.Table]]:
     return [(name, log.read(name)) for name in log.shards()]
 
 
+def assert_same(found: list[tuple[ShardName, pa.Table]], expected: list[tuple[ShardName, pa.Table]]) -> None:
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(a.equals(b, check_metadata=True) for (_, a), (_, b) in zip(found, expected, strict=True))
+
+
 def compact(storage: Storage, before: int = NUM_STEPS) -> int:
     log = ParquetLog(storage)
     return log.compact([name for name in log.loose_shards() if name.explore_step < before]).num_shards
-
-
-def kill_at(number: int, moment: str, verbs: tuple[str, ...] = WRITES) -> Callable[[str, str, str], None]:
-    left = number
-
-    def hook(verb: str, path: str, stage: str) -> None:
-        nonlocal left
-        if verb in verbs and stage == moment:
-            if left <= 0:
-                raise Killed
-            left -= 1
-
-    return hook
 
 
 def s3_of(request: pytest.FixtureRequest) -> str:
@@ -89,9 +77,7 @@ def test_every_experience_is_listed_once_and_reads_back(
     was, counted = contents(storage), audit(storage)
     assert compact(storage) == 7
     assert [name.explore_step for name in ParquetLog(storage).loose_shards()] == [NUM_STEPS] * 2
-    found = contents(storage)
-    assert [name for name, _ in found] == [name for name, _ in was]
-    assert all(a.equals(b, check_metadata=True) for (_, a), (_, b) in zip(found, was, strict=True))
+    assert_same(contents(storage), was)
     assert audit(storage) == counted
     assert (counted.dropped, counted.waiting, counted.problems) == ({"repeat": 4}, 8, ())
     assert compact(storage) == 0, "a second pass finds nothing"
@@ -167,55 +153,44 @@ def test_a_killed_pass_loses_nothing_and_the_next_finishes_it(number: int, momen
     trained_run(storage)
     was, counted = contents(storage), audit(storage)
     with pytest.raises(Killed):
-        compact(FaultyStorage(storage, kill_at(number, moment)))
+        compact(FaultyStorage(storage, killed_at(number, moment)))
     for _ in range(2):
-        found = contents(storage)
-        assert [name for name, _ in found] == [name for name, _ in was]
-        assert all(a.equals(b) for (_, a), (_, b) in zip(found, was, strict=True))
+        assert_same(contents(storage), was)
         assert audit(storage) == counted
         compact(storage)
     assert {name.explore_step for name in ParquetLog(storage).loose_shards()} == {NUM_STEPS}
     assert len(storage.list("experiences/compact")) == 2, "what was merged is not merged again"
 
 
+def compacting_at(number: int, storage: Storage, **options: int) -> FaultyStorage:
+    """The storage, in which a whole pass runs before the `number`-th read."""
+    reads = itertools.count()
+
+    def hook(verb: str, path: str, stage: str) -> None:
+        if verb not in WRITES and stage == "before" and next(reads) == number:
+            compact(storage, **options)
+
+    return FaultyStorage(storage, hook)
+
+
 @pytest.mark.parametrize("number", range(12))
 def test_a_reader_during_a_pass_sees_every_experience_once(number: int) -> None:
-    """The whole pass runs before the `number`-th call of a reader on storage."""
     storage = new_storage()
     trained_run(storage)
     was = contents(storage)
-    calls = 0
-
-    def hook(verb: str, path: str, stage: str) -> None:
-        nonlocal calls
-        if stage == "before":
-            if calls == number:
-                compact(storage)
-            calls += 1
-
-    reader = ParquetLog(FaultyStorage(storage, hook))
-    names = reader.shards()
-    assert names == [name for name, _ in was]
+    reader = ParquetLog(compacting_at(number, storage))
+    assert reader.shards() == [name for name, _ in was]
     assert all(reader.read(name).equals(table) for name, table in was)
 
 
-def test_two_passes_at_once_lose_nothing() -> None:
+@pytest.mark.parametrize("number", range(12))
+def test_two_passes_at_once_lose_nothing(number: int) -> None:
     """A process that lost its lease may not know it yet: a whole pass runs in the middle of another."""
-    for number in range(9):
-        storage = new_storage()
-        trained_run(storage)
-        was, left = contents(storage), [number]
-
-        def hook(verb: str, path: str, stage: str, storage: Storage = storage, left: list[int] = left) -> None:
-            if verb in ("get", "list") and stage == "before":
-                left[0] -= 1
-                if left[0] == -1:
-                    compact(storage, before=3)
-
-        compact(FaultyStorage(storage, hook))
-        found = contents(storage)
-        assert [name for name, _ in found] == [name for name, _ in was]
-        assert all(a.equals(b) for (_, a), (_, b) in zip(found, was, strict=True))
+    storage = new_storage()
+    trained_run(storage)
+    was = contents(storage)
+    compact(compacting_at(number, storage, before=3))
+    assert_same(contents(storage), was)
 
 
 # ---- damage
@@ -412,9 +387,6 @@ def test_results_come_in_order_and_an_error_at_its_place() -> None:
         return item * 2
 
     assert list(in_order(call, range(5), 3)) == [0, 2, 4, 6, 8]
-    found: list[int] = []
-    with pytest.raises(StorageError, match="5"):
-        found.extend(in_order(call, range(9), 3))
     taken = []
     with pytest.raises(StorageError, match="5"):
         for result in in_order(call, range(9), 3):

@@ -19,7 +19,6 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -141,30 +140,24 @@ class TestLog:
         assert log.read(name).column("uid").to_pylist() == ["t/0/3/1/0", "t/0/3/2/0"]
         assert (name.num_rows, name.explore_step, name.unit) == (2, 5, 1)
 
-    def test_the_turns_of_a_row_come_back_to_the_bit(self, backend: Backend) -> None:
-        rows = [conversation(0), experience(1)]
-        name = backend.open().commit(rows, explore_step=1, unit=0)
-        assert backend.open().read(name).select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
-
-    def test_routed_experts_read_back_and_are_null_if_not_recorded(self, backend: Backend) -> None:
-        recorded = experience(2, routed_experts=np.array([[0, 299], [7, 1], [3, 4], [5, 6]], np.int16))
+    def test_added_columns_read_back_to_the_bit_or_are_null(self, backend: Backend) -> None:
         failed = experience(3, status=Status.FAILED, tokens=(), prompt_length=0, rollout_logprobs=())
-        rows = [experience(1), recorded, failed]
+        recorded = experience(
+            2,
+            min_policy_version=3,
+            max_policy_version=2**40,
+            routed_experts=np.array([[0, 299], [7, 1], [3, 4], [5, 6]], np.int16),
+            version_starts=((0, 3), (1, 2**40)),
+            session="ticket-4711",
+        )
+        rows = [conversation(0), experience(1), recorded, failed]
         name = backend.open().commit(rows, explore_step=1, unit=0)
         table = backend.open().read(name)
-        assert table.column("routed_experts").to_pylist() == [None, [0, 299, 7, 1, 3, 4, 5, 6], None]
         assert table.select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
-
-    def test_token_versions_and_session_read_back_or_are_null(self, backend: Backend) -> None:
-        recorded = experience(2, min_policy_version=3, max_policy_version=2**40, session="ticket-4711")
-        recorded = replace(recorded, version_starts=((0, 3), (1, 2**40)))
-        rows = [experience(1), recorded]
-        name = backend.open().commit(rows, explore_step=1, unit=0)
-        table = backend.open().read(name)
         starts = [{"start": 0, "policy_version": 3}, {"start": 1, "policy_version": 2**40}]
-        assert table.column("version_starts").to_pylist() == [None, starts]
-        assert table.column("session").to_pylist() == [None, "ticket-4711"]
-        assert table.select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
+        assert table.column("version_starts").to_pylist() == [None, None, starts, None]
+        assert table.column("routed_experts").to_pylist() == [None, None, [0, 299, 7, 1, 3, 4, 5, 6], None]
+        assert table.column("session").to_pylist() == [None, None, "ticket-4711", None]
 
     def test_shards_are_sorted_and_begin_at_the_requested_step(self, backend: Backend) -> None:
         log = backend.open()

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from storage_kills import WRITES, Killed, killed_at
 
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
@@ -23,10 +24,6 @@ from tests.unit.buffer.buffer_cases import audit, commit_batch, experience, find
 
 LAST_STEP = 3 * STEPS_PER_BUCKET + 5
 BATCHES = (0, 1)
-
-
-class Killed(Exception):
-    """Simulates the end of the process."""
 
 
 def long_log(storage: Storage, last_step: int = LAST_STEP) -> ParquetLog:
@@ -221,7 +218,6 @@ def test_a_copy_committed_after_removal_is_a_repeat() -> None:
     assert (found.problems, found.waiting, found.dropped) == ((), 0, {"repeat": 4})
 
 
-WRITES = ("put", "put_new", "remove")
 NUM_WRITES = 10
 """Writes of a pass over four steps: the record, eight shards, and the progress."""
 
@@ -244,17 +240,8 @@ def test_a_killed_pass_keeps_counts_and_the_next_finishes_it(number: int, moment
     storage = new_storage()
     trained_run(storage)
     before = audit(storage)
-    left = number
-
-    def kill(verb: str, path: str, stage: str) -> None:
-        nonlocal left
-        if verb in WRITES and stage == moment:
-            if left == 0:
-                raise Killed
-            left -= 1
-
     with pytest.raises(Killed):
-        apply(FaultyStorage(storage, kill), NONE, 8)
+        apply(FaultyStorage(storage, killed_at(number, moment)), NONE, 8)
     assert audit(storage) == before
     apply(storage, NONE, 8)
     assert steps_of(storage) == [5, 6]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from storage_kills import killed_before
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.groups import first_copies, group_numbers
@@ -97,15 +98,12 @@ def test_a_writer_that_fails_commits_nothing_more() -> None:
 
 
 def test_a_commit_that_fails_in_the_background_fails_the_batch() -> None:
-    def fail(verb: str, path: str, moment: str) -> None:
-        if verb == "put":
-            raise StorageError("disk full")
-
-    with writer(ParquetLog(FaultyStorage(new_storage(), fail)), max_commit_delay_s=0.001) as batch:
+    log = ParquetLog(FaultyStorage(new_storage(), killed_before("put")))
+    with writer(log, max_commit_delay_s=0.001) as batch:
         batch.add(0, group(0))
         time.sleep(0.02)
         batch.add(1, group(1))
-        with pytest.raises(StorageError, match="disk full"):
+        with pytest.raises(StorageError, match="killed"):
             batch.finish()
 
 

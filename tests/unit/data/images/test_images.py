@@ -30,7 +30,7 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DamagedError, DataError, UserError
 from rftdask.models.image_models import packs_images
-from rftdask.models.toy import build_toy_image_model, build_toy_model
+from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
 from rftdask.trainer import attention
 from rftdask.trainer.model import load_policy, token_logprobs
@@ -39,18 +39,6 @@ from tests.numerics import assert_same_logprobs
 from tests.versions import needs_newer_transformers
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("image-model")
-    build_toy_image_model(path)
-    return path
-
-
-@pytest.fixture
-def images(tmp_path: Path, folder: Path) -> ImageProcessor:
-    return ImageProcessor(str(folder), folder=ImageFolder(tmp_path))
 
 
 def picture(seed: int, size: tuple[int, int] = (56, 28)) -> Image.Image:
@@ -149,6 +137,25 @@ def test_a_prompt_with_placeholders_equals_the_processor_input(folder: Path, ima
         images.with_placeholders(images.tokens(two), [four])
 
 
+def check_training_logprobs(
+    folder: Path, images: ImageProcessor, requests: list[Any], answers: list[Generation], **options: Any
+) -> tuple[Any, Any]:
+    """Compare the logprobs in training, at temperature 0.7, with the answers'; return the model and its rows."""
+    model, _ = load_policy(str(folder), "float32", "cpu")
+    rows = pack_rows(
+        [np.array([*r.prompt_tokens, *a.tokens]) for r, a in zip(requests, answers, strict=True)],
+        np.array([len(r.prompt_tokens) for r in requests]),
+        np.full(len(requests), 0.7),
+        images=[r.images for r in requests],
+        processor=images,
+        **options,
+    )
+    logprobs_BT, _ = token_logprobs(model, rows)
+    for own, answer in zip(logprobs_BT, answers, strict=True):
+        assert_same_logprobs(own[: len(answer.logprobs)].tolist(), answer.logprobs)
+    return model, rows
+
+
 @needs_newer_transformers
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("packs", [False, True])
@@ -170,18 +177,7 @@ def test_logprobs_in_training_are_those_of_the_engine(
     ]
     answers: list[Generation] = engine_with(folder, images).generate(requests)
     assert answers[-1].logprobs != answers[-3].logprobs, "the image matters"
-    model, _ = load_policy(str(folder), "float32", "cpu")
-    rows = pack_rows(
-        [np.array([*r.prompt_tokens, *a.tokens]) for r, a in zip(requests, answers, strict=True)],
-        np.array([len(r.prompt_tokens) for r in requests]),
-        np.full(len(requests), 0.7),
-        images=[r.images for r in requests],
-        processor=images,
-        lean=lean,
-    )
-    logprobs_BT, _ = token_logprobs(model, rows)
-    for own, answer in zip(logprobs_BT, answers, strict=True):
-        assert_same_logprobs(own[: len(answer.logprobs)].tolist(), answer.logprobs)
+    model, rows = check_training_logprobs(folder, images, requests, answers, lean=lean)
     # All parameters have a gradient, including the vision part.
     model.train()
     token_logprobs(model, rows)[0].sum().backward()

@@ -14,28 +14,13 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rftdask.config.schema.buffer import TasksetConfig
-from rftdask.data.images import ImageFolder, ImageProcessor, images_in, video_files
+from rftdask.data.images import ImageProcessor, images_in, video_files
 from rftdask.data.tasksets import Taskset
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.models.image_models import with_images
-from rftdask.models.toy import build_toy_image_model
 from rftdask.trainer import attention
-from rftdask.trainer.model import load_policy, token_logprobs
-from rftdask.trainer.packing import pack_rows
-from tests.numerics import assert_same_logprobs
-from tests.unit.data.images.test_images import GREEDY, engine_with, picture, png
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("video-model")
-    build_toy_image_model(path)
-    return path
-
-
-@pytest.fixture
-def images(tmp_path: Path, folder: Path) -> ImageProcessor:
-    return ImageProcessor(str(folder), folder=ImageFolder(tmp_path))
+from rftdask.trainer.model import load_policy
+from tests.unit.data.images.test_images import GREEDY, check_training_logprobs, engine_with, picture, png
 
 
 def frames(seed: int, count: int, size: tuple[int, int] = (56, 28)) -> list[Any]:
@@ -118,17 +103,7 @@ def test_logprobs_in_training_are_those_of_the_engine(
     answers = engine_with(folder, images).generate(requests)
     assert requests[-1].prompt_tokens == requests[-3].prompt_tokens == requests[0].prompt_tokens
     assert answers[-1].logprobs != answers[-3].logprobs, "the order of frames counts"
-    model, _ = load_policy(str(folder), "float32", "cpu")
-    rows = pack_rows(
-        [np.array([*r.prompt_tokens, *a.tokens]) for r, a in zip(requests, answers, strict=True)],
-        np.array([len(r.prompt_tokens) for r in requests]),
-        np.full(len(requests), 0.7),
-        images=[r.images for r in requests],
-        processor=images,
-    )
-    logprobs_BT, _ = token_logprobs(model, rows)
-    for own, answer in zip(logprobs_BT, answers, strict=True):
-        assert_same_logprobs(own[: len(answer.logprobs)].tolist(), answer.logprobs)
+    check_training_logprobs(folder, images, requests, answers)
 
 
 def test_the_time_between_frames_matters(folder: Path, images: ImageProcessor, tmp_path: Path) -> None:
