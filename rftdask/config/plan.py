@@ -27,24 +27,10 @@ class RolePlan:
 
 
 @dataclass(frozen=True)
-class EvalPlan:
-    """One evaluation taskset of a stage."""
-
-    name: str
-    num_tasks: int | None
-    repeat_times: int
-    """Rollouts of each task."""
-
-
-@dataclass(frozen=True)
 class StagePlan:
     """One stage. None as a count: the size of a dataset is unknown, or nothing limits the count."""
 
-    name: str
-    mode: str
-    algorithm: str
-    folder: str
-    """Run folder."""
+    config: Config
     roles: tuple[RolePlan, ...]
     weights: str | None
     """How published weights travel, and why. None: no engine follows the trainer."""
@@ -54,24 +40,14 @@ class StagePlan:
     """None: also if the mode does not explore."""
     train_steps: int | None
     """None: also if the mode does not train."""
-    max_train_steps: int | None
-    """`trainer.total_steps`; the data may end earlier."""
     experiences: int | None
-    """Experiences of all explore steps (sft: rows of all epochs)."""
-    train_batch_size: int
-    """Experiences in one train step."""
-    groups_per_batch: int | None
-    """Groups in one train step. None: the algorithm has no groups."""
-    evals: tuple[EvalPlan, ...]
-    eval_every: int | None
-    """Explore steps between evaluations; in mode train, train steps. None: no evaluation while training."""
+    """Experiences of all explore steps."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """Plan of a configuration. Usage: `print(make_plan(config).render())`."""
 
-    mode: str
     stages: tuple[StagePlan, ...]
 
     def render(self) -> str:
@@ -84,7 +60,7 @@ def make_plan(config: Config, num_ranks: int = 1) -> Plan:
 
     num_ranks: ranks of a trainer that takes all GPUs that other roles leave.
     """
-    return Plan(config.mode, tuple(_stage_plan(stage, num_ranks) for stage in config.stage_configs()))
+    return Plan(tuple(_stage_plan(stage, num_ranks) for stage in config.stage_configs()))
 
 
 @dataclass(frozen=True)
@@ -125,16 +101,10 @@ def plan_work(config: Config, sizes: Mapping[str, int]) -> StageWork:
 
 
 def _stage_plan(config: Config, num_ranks: int) -> StagePlan:
-    source, buffer = config.buffer.explorer_input, config.buffer
-    on_rollouts = config.algorithm.schema_type == "experience"
-    explores = config.mode in ("both", "explore")
-    trains = config.mode in ("both", "train")
-
-    def rows_of(taskset: TasksetConfig) -> int | None:
-        return count_rows(taskset.path, taskset.split, taskset.dataset_args, taskset.subset_name)
-
+    buffer, on_rollouts = config.buffer, config.algorithm.schema_type == "experience"
+    explores, trains = config.mode in ("both", "explore"), config.mode in ("both", "train")
     if on_rollouts:
-        sizes = {taskset.name: rows_of(taskset) for taskset in source.train_tasksets}
+        sizes = {taskset.name: _count_tasks(taskset) for taskset in buffer.explorer_input.train_tasksets}
     else:
         rows = buffer.trainer_input.experience_buffer
         sizes = {"dataset": count_rows(rows.path, rows.split, {}, rows.subset_name) if rows.path else None}
@@ -143,33 +113,18 @@ def _stage_plan(config: Config, num_ranks: int) -> StagePlan:
     # With total_steps the sizes do not matter.
     if (num_tasks is not None or buffer.total_steps is not None) and (explores or not on_rollouts):
         work = plan_work(config, {name: size or 0 for name, size in sizes.items()})
-        explore_steps = work.explore_steps if on_rollouts else None
-        if on_rollouts:
-            made = work.explore_steps * buffer.batch_size * config.algorithm.repeat_times
-        elif buffer.total_steps is not None:
-            made = buffer.total_steps * buffer.train_batch_size
-        else:
-            made = (num_tasks or 0) * buffer.total_epochs
         train_steps = work.train_steps if trains else None
-
+        if on_rollouts:
+            explore_steps = work.explore_steps
+            made = explore_steps * buffer.batch_size * config.algorithm.repeat_times
     publishes = config.evaluates_training or (on_rollouts and (explores or trains))
-    return StagePlan(
-        name=config.name,
-        mode=config.mode,
-        algorithm=config.algorithm.algorithm_type,
-        folder=config.checkpoint_job_dir,
-        roles=tuple(_role_plans(config, num_ranks)),
-        weights=_describe_weights(config) if publishes else None,
-        num_tasks=num_tasks,
-        explore_steps=explore_steps,
-        train_steps=train_steps,
-        max_train_steps=config.trainer.total_steps,
-        experiences=made,
-        train_batch_size=buffer.train_batch_size,
-        groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times if on_rollouts else None,
-        evals=tuple(EvalPlan(t.name, rows_of(t), t.repeat_times) for t in source.eval_tasksets),
-        eval_every=config.eval_interval if source.eval_tasksets and (explores or config.evaluates_training) else None,
-    )
+    weights = _describe_weights(config) if publishes else None
+    roles = tuple(_role_plans(config, num_ranks))
+    return StagePlan(config, roles, weights, num_tasks, explore_steps, train_steps, made)
+
+
+def _count_tasks(taskset: TasksetConfig) -> int | None:
+    return count_rows(taskset.path, taskset.split, taskset.dataset_args, taskset.subset_name)
 
 
 def _describe_weights(config: Config) -> str:
@@ -232,33 +187,36 @@ def _render(stage: StagePlan) -> str:
     def number(count: int | None) -> str:
         return _UNKNOWN if count is None else str(count)
 
-    on_rollouts = stage.groups_per_batch is not None
-    rows = [("stage", stage.name), ("mode", stage.mode), ("algorithm", stage.algorithm), ("folder", stage.folder)]
+    config, algorithm = stage.config, stage.config.algorithm
+    on_rollouts = algorithm.schema_type == "experience"
+    rows = [("stage", config.name), ("mode", config.mode), ("algorithm", algorithm.algorithm_type)]
+    rows.append(("folder", config.checkpoint_job_dir))
     rows += [(role.name, f"{role.num_workers} x {role.what}") for role in stage.roles]
     if stage.weights is not None:
         rows.append(("weights", stage.weights))
-    if stage.mode in ("both", "explore"):
+    if config.mode in ("both", "explore"):
         rows.append(("tasks per epoch", number(stage.num_tasks)))
         rows.append(("explore steps", number(stage.explore_steps)))
         rows.append(("experiences", number(stage.experiences)))
-    elif stage.mode == "train" and not on_rollouts:
+    elif config.mode == "train" and not on_rollouts:
         rows.append(("rows per epoch", number(stage.num_tasks)))
-    if stage.mode in ("both", "train"):
-        groups = f" experiences = {stage.groups_per_batch} groups" if on_rollouts else " rows"
-        rows.append(("train batch", f"{stage.train_batch_size}{groups}"))
+    if config.mode in ("both", "train"):
+        groups = f"experiences = {config.num_own_rollouts // algorithm.repeat_times} groups"
+        rows.append(("train batch", f"{config.buffer.train_batch_size} {groups if on_rollouts else 'rows'}"))
         # Unknown if the experience log decides the number of batches.
-        steps = str(stage.train_steps)
+        steps, limit = str(stage.train_steps), config.trainer.total_steps
         if stage.train_steps is None:
-            steps = "" if stage.max_train_steps is None else f"at most {stage.max_train_steps}, "
-            steps += "until the experience log ends" if stage.mode == "train" and on_rollouts else _UNKNOWN
+            steps = "" if limit is None else f"at most {limit}, "
+            steps += "until the experience log ends" if config.mode == "train" and on_rollouts else _UNKNOWN
         rows.append(("train steps", steps))
-    for item in stage.evals:
-        tasks = _UNKNOWN if item.num_tasks is None else f"{item.num_tasks} tasks"
-        times = f" x {item.repeat_times} rollouts" if item.repeat_times > 1 else ""
-        rows.append((f"eval {item.name}", tasks + times))
-    if stage.eval_every is not None:
-        every = f"{stage.eval_every} {'train' if stage.mode == 'train' else 'explore'} steps"
-        rows.append(("eval interval", every if stage.eval_every else "before the first step and after the last"))
+    evals = config.buffer.explorer_input.eval_tasksets
+    for taskset in evals:
+        count, times = _count_tasks(taskset), taskset.repeat_times
+        tasks = _UNKNOWN if count is None else f"{count} tasks"
+        rows.append((f"eval {taskset.name}", tasks + (f" x {times} rollouts" if times > 1 else "")))
+    if evals and (config.mode in ("both", "explore") or config.evaluates_training):
+        every = f"{config.eval_interval} {'train' if config.mode == 'train' else 'explore'} steps"
+        rows.append(("eval interval", every if config.eval_interval else "before the first step and after the last"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 

@@ -28,7 +28,7 @@ def test_a_mixed_batch_holds_the_rollouts_of_an_explore_step(ratio: float, batch
     assert loaded.algorithm.sample_strategy == "mix"
     assert loaded.num_own_rollouts == 8 * batch_size
     assert loaded.num_demonstrations == pytest.approx(ratio * loaded.buffer.train_batch_size, abs=1.0)
-    assert make_plan(loaded).stages[0].groups_per_batch == batch_size
+    assert f" experiences = {batch_size} groups\n" in make_plan(loaded).render()
 
 
 def test_a_mixed_batch_must_not_split_groups() -> None:
