@@ -146,6 +146,10 @@ class Section(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), defer_build=True
     )
 
+    def changed(self, *keys: str) -> list[str]:
+        """Return those of `keys` whose value is not the default."""
+        return [key for key in keys if getattr(self, key) != default_of(type(self).model_fields[key])]
+
 
 # ---- reading a schema
 

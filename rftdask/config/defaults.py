@@ -3,12 +3,12 @@
 import math
 from typing import Any
 
+from rftdask.config.base import Location
 from rftdask.config.cross_checks.rule import is_natural
 from rftdask.config.schema.algorithm import takes_demonstrations
-from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.run import MADE_ROWS, Config, count_demonstrations
 
-Fills = dict[tuple[str | int, ...], Any]
+Fills = dict[Location, Any]
 """Location -> value of an absent key."""
 
 
@@ -42,7 +42,7 @@ def fill(config: Config) -> Fills:
         fills["buffer", "train_batch_size"] = size
     if config.buffer.trainer_input.experience_buffer.storage_type is None:
         fills["buffer", "trainer_input", "experience_buffer", "storage_type"] = "queue" if explores else "file"
-    for place, buffer in _datasets(config).items():
+    for place, buffer in config.buffer.trainer_input.side_places.items():
         if buffer.storage_type is None:
             fills[(*place, "storage_type")] = "file"
 
@@ -85,46 +85,38 @@ def _fill_pipeline(config: Config) -> Fills:
 
 def _fill_engines(config: Config) -> Fills:
     # By default an auxiliary model is loaded with the policy.
-    explorer, at = config.explorer, ("explorer", "auxiliary_models")
-    fills: Fills = {
-        (*at, n, "engine_num"): 0 for n, model in enumerate(explorer.auxiliary_models) if model.engine_num is None
-    }
-    return fills | (
-        {("explorer", "rollout_model", "engine_num"): 1} if explorer.rollout_model.engine_num is None else {}
-    )
+    fills: Fills = {}
+    for number, model in enumerate(config.explorer.auxiliary_models):
+        if model.engine_num is None:
+            fills["explorer", "auxiliary_models", number, "engine_num"] = 0
+    if config.explorer.rollout_model.engine_num is None:
+        fills["explorer", "rollout_model", "engine_num"] = 1
+    return fills
 
 
 def _fill_seeds(config: Config) -> Fills:
     # Samplers have the run's seed, so that another seed gives another run. Tasksets follow below.
     trained = config.buffer.trainer_input
-    seeded: dict[tuple[str | int, ...], int | None] = {
+    seeded: dict[Location, int | None] = {
         ("explorer", "rollout_model"): config.explorer.rollout_model.seed,
         ("buffer", "trainer_input", "experience_buffer", "data_selector"): trained.experience_buffer.data_selector.seed,
     }
     for i, model in enumerate(config.explorer.auxiliary_models):
         seeded["explorer", "auxiliary_models", i] = model.seed
-    for dataset, buffer in _datasets(config).items():
-        seeded[(*dataset, "data_selector")] = buffer.data_selector.seed
+    for place, buffer in trained.side_places.items():
+        seeded[(*place, "data_selector")] = buffer.data_selector.seed
     return {(*place, "seed"): config.seed for place, seed in seeded.items() if seed is None}
-
-
-def _datasets(config: Config) -> dict[tuple[str, ...], ExperienceBufferConfig]:
-    """Auxiliary and evaluation buffers, by their places."""
-    source, at = config.buffer.trainer_input, ("buffer", "trainer_input")
-    datasets = {(*at, "auxiliary_buffers", name): buffer for name, buffer in source.auxiliary_buffers.items()}
-    return datasets | ({(*at, "eval_buffer"): source.eval_buffer} if source.eval_buffer is not None else {})
 
 
 def _fill_tasksets(config: Config, repeat_times: int, response: int | None) -> Fills:
     source, model = config.buffer.explorer_input, config.model
-    first = [] if source.taskset is None else [(("taskset",), "taskset_0", source.taskset)]
-    several = [(("tasksets", i), f"taskset_{i}", taskset) for i, taskset in enumerate(source.tasksets)]
-    evals = [(("eval_tasksets", i), f"eval_taskset_{i}", taskset) for i, taskset in enumerate(source.eval_tasksets)]
     fills: Fills = {}
-    for place, name, taskset in [*first, *several, *evals]:
-        workflow, times = source.default_workflow_type, repeat_times
-        if place[0] == "eval_tasksets":
-            workflow, times = source.default_eval_workflow_type or workflow, 1
+    for place, taskset in (source.train_places | source.eval_places).items():
+        number = place[3] if len(place) > 3 else 0
+        name, workflow, times = f"taskset_{number}", source.default_workflow_type, repeat_times
+        if place[2] == "eval_tasksets":
+            name, times = f"eval_{name}", 1
+            workflow = source.default_eval_workflow_type or workflow
         values = {
             ("name",): name,
             ("repeat_times",): times,
@@ -140,5 +132,5 @@ def _fill_tasksets(config: Config, repeat_times: int, response: int | None) -> F
             # Only absent keys: a given value wins, also 0 and "".
             holder = taskset if len(keys) == 1 else getattr(taskset, keys[0])
             if getattr(holder, keys[-1]) is None and value is not None:
-                fills["buffer", "explorer_input", *place, *keys] = value
+                fills[(*place, *keys)] = value
     return fills

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from rftdask.config.base import Location, join
 from rftdask.config.check import show
 from rftdask.config.cross_checks.rule import Rules, is_number
 from rftdask.config.plugins import trait
@@ -84,20 +85,13 @@ def _modes_are_of_folders(config: Config) -> Iterator[Problem]:
 def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
     """Check the paths of datasets with storage_type sql."""
     source, read = config.buffer.explorer_input, config.buffer.trainer_input
-    # By their keys below `buffer`, so that a mistake is reported at its key.
-    datasets: dict[str, TasksetConfig | ExperienceBufferConfig] = {}
-    if source.taskset is not None:
-        datasets["explorer_input.taskset"] = source.taskset
-    for key, tasksets in (("tasksets", source.tasksets), ("eval_tasksets", source.eval_tasksets)):
-        datasets |= {f"explorer_input.{key}[{number}]": taskset for number, taskset in enumerate(tasksets)}
-    datasets |= {f"trainer_input.auxiliary_buffers.{name}": buffer for name, buffer in read.auxiliary_buffers.items()}
+    datasets: dict[Location, TasksetConfig | ExperienceBufferConfig] = {**source.train_places, **source.eval_places}
+    datasets |= read.side_places
     if config.algorithm.schema_type != "experience":
-        datasets["trainer_input.experience_buffer"] = read.experience_buffer
-    if read.eval_buffer is not None:
-        datasets["trainer_input.eval_buffer"] = read.eval_buffer
-    for where, dataset in datasets.items():
+        datasets["buffer", "trainer_input", "experience_buffer"] = read.experience_buffer
+    for place, dataset in datasets.items():
         if dataset.storage_type == "sql" and dataset.path:
-            yield from _no_database(f"buffer.{where}.path", dataset.path)
+            yield from _no_database(f"{join(place)}.path", dataset.path)
 
 
 def _no_database(at: str, path: str) -> Iterator[Problem]:
@@ -132,8 +126,8 @@ def _pipeline_makes_a_dataset(config: Config) -> Iterator[Problem]:
         yield f"{at}.top_k", "0 keeps no row; use -1 to keep all"
     dataset = config.pipeline_dataset
     if dataset is not None and dataset.storage_type == "sql":
-        where = ".".join(map(str, config.pipeline_place or ()))
-        yield f"{where}.storage_type", f"sql: {at} reads files, folders and datasets of the Hub; export the table"
+        where = f"{join(config.pipeline_place or ())}.storage_type"
+        yield where, f"sql: {at} reads files, folders and datasets of the Hub; export the table"
     if dataset is not None and not pipeline.inputs and pipeline.config_path is None:
         yield f"{at}.inputs", "required: the datasets that the operators run over"
 
@@ -242,13 +236,10 @@ def _removed_results_are_not_needed(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("buffer.explorer_input", "algorithm.algorithm_type", "algorithm.repeat_times")
 def _only_eval_repeats(config: Config) -> Iterator[Problem]:
-    source = config.buffer.explorer_input
-    places = [f"tasksets[{i}]" for i in range(len(source.tasksets))] if source.taskset is None else ["taskset"]
-    for place, taskset in zip(places, source.train_tasksets, strict=True):
+    for place, taskset in config.buffer.explorer_input.train_places.items():
         if taskset.repeat_times != config.algorithm.repeat_times:
             differs = f"{taskset.repeat_times} differs from algorithm.repeat_times {config.algorithm.repeat_times}"
-            at = f"buffer.explorer_input.{place}.repeat_times"
-            yield at, f"{differs}, which decides for training; leave it out"
+            yield f"{join(place)}.repeat_times", f"{differs}, which decides for training; leave it out"
 
 
 @RULES.reading("buffer")
@@ -287,14 +278,12 @@ def _some_selectors_are_for_tasks(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("buffer.explorer_input")
 def _temperatures_have_a_way(config: Config) -> Iterator[Problem]:
-    source, at = config.buffer.explorer_input, "buffer.explorer_input"
-    places = {"taskset": source.taskset} if source.taskset is not None else {}
-    places |= {f"tasksets[{number}]": each for number, each in enumerate(source.tasksets)}
-    for place, taskset in places.items():
+    source = config.buffer.explorer_input
+    for place, taskset in source.train_places.items():
         given = taskset.rollout_args
         if (given.final_temperature is None) != (given.temperature_steps is None):
-            yield f"{at}.{place}.rollout_args.final_temperature", "requires temperature_steps as well; give both"
-    for number, taskset in enumerate(source.eval_tasksets):
+            yield f"{join(place)}.rollout_args.final_temperature", "requires temperature_steps as well; give both"
+    for place, taskset in source.eval_places.items():
         if taskset.rollout_args.final_temperature is not None or taskset.rollout_args.temperature_steps is not None:
-            key = f"{at}.eval_tasksets[{number}].rollout_args.final_temperature"
-            yield key, "evaluations are compared across steps, so their temperature must not change; leave it out"
+            why = "evaluations are compared across steps, so their temperature must not change; leave it out"
+            yield f"{join(place)}.rollout_args.final_temperature", why

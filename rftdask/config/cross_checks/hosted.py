@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from rftdask.config.base import default_of
+from rftdask.config.base import join
 from rftdask.config.cross_checks.rule import Rules
 from rftdask.config.schema.run import Config
-from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.config.yaml_source import Problem
 
 RULES = Rules()
@@ -82,10 +81,8 @@ def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
         ),
         "cluster.colocate": (bool(config.cluster.colocate), "no GPU is shared; leave it out (mode: both)"),
     }
-    source = config.buffer.explorer_input
-    places = ["taskset"] if source.taskset is not None else [f"tasksets[{i}]" for i in range(len(source.tasksets))]
-    for place, taskset in zip(places, source.train_tasksets, strict=True):
-        others[f"buffer.explorer_input.{place}.rollout_args.temperature"] = (
+    for place, taskset in config.buffer.explorer_input.train_places.items():
+        others[f"{join(place)}.rollout_args.temperature"] = (
             taskset.rollout_args.temperature not in (None, 1, model.temperature),
             "it only trains logprobs of temperature 1; leave it out",
         )
@@ -97,6 +94,5 @@ def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
 def hosted_warnings(config: Config) -> Iterator[Problem]:
     """Yield (path, message) for keys without effect."""
     if config.trainer.is_hosted:
-        for key in _IDLE:
-            if getattr(config.trainer, key) != default_of(TrainerConfig.model_fields[key]):
-                yield f"trainer.{key}", "ignored: the Tinker service decides"
+        for key in config.trainer.changed(*_IDLE):
+            yield f"trainer.{key}", "ignored: the Tinker service decides"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rftdask.config.base import default_of
+from rftdask.config.base import join
 from rftdask.config.check import show
 from rftdask.config.cross_checks.rule import Rules
 from rftdask.config.schema.cluster import JobConfig, count_gres
@@ -95,14 +95,11 @@ def _weights_load_in_flight_where_they_can(config: Config) -> Iterator[Problem]:
 @RULES.reading("mode", "algorithm", "buffer", "explorer", "trainer", "model.lora_configs")
 def _images_are_read(config: Config) -> Iterator[Problem]:
     engine, trainer, read = config.explorer.rollout_model, config.trainer, config.buffer.trainer_input
-    supervised = {f"trainer_input.auxiliary_buffers.{name}": each for name, each in read.auxiliary_buffers.items()}
-    if read.experience_buffer is not None:
-        supervised["trainer_input.experience_buffer"] = read.experience_buffer
-    for at, buffer in supervised.items():
-        if buffer.format.image_key:
-            yield f"buffer.{at}.format.image_key", "only tasks may have images; leave it out"
-        if buffer.format.video_key:
-            yield f"buffer.{at}.format.video_key", "only tasks may have videos; leave it out"
+    main = {("buffer", "trainer_input", "experience_buffer"): read.experience_buffer}
+    for place, buffer in (read.side_places | main).items():
+        for what in ("image", "video"):
+            if getattr(buffer.format, f"{what}_key"):
+                yield f"{join(place)}.format.{what}_key", f"only tasks may have {what}s; leave it out"
     if not config.reads_images:
         return
     at = "buffer.explorer_input.taskset.format.image_key"
@@ -246,13 +243,11 @@ def _external_is_not_trained(config: Config) -> Iterator[Problem]:
 def _auxiliary_models_are_placed(config: Config) -> Iterator[Problem]:
     if config.explorer.rollout_model.engine_num < 1:
         yield "explorer.rollout_model.engine_num", "0: the policy needs at least one engine; give 1 or more"
-    usual = {key: default_of(InferenceModelConfig.model_fields[key]) for key in _OF_SERVICES}
     for path, section in config.explorer.engines():
         is_policy = path == "explorer.rollout_model"
-        for key in _OF_SERVICES:
-            is_remote = config.is_external if is_policy else section.traits.is_external
-            if getattr(section, key) != usual[key] and not is_remote:
-                yield f"{path}.{key}", f"only for models behind an API, and engine_type is {section.engine_type}"
+        is_remote = config.is_external if is_policy else section.traits.is_external
+        for key in () if is_remote else section.changed(*_OF_SERVICES):
+            yield f"{path}.{key}", f"only for models behind an API, and engine_type is {section.engine_type}"
         if not is_policy and section.is_apart and section.traits.is_hosted:
             yield f"{path}.engine_num", "the Tinker service runs the model, so it needs no workers; leave it out"
 
@@ -298,8 +293,7 @@ def engine_warnings(config: Config) -> Iterator[Problem]:
 
 def _set_without_effect(section: InferenceModelConfig, keys: tuple[str, ...]) -> list[str]:
     """Return those of `keys` that differ from their defaults and that the section's engine does not follow."""
-    defaults = {key: default_of(InferenceModelConfig.model_fields[key]) for key in keys}
-    return [key for key in keys if key not in section.traits.config_keys and getattr(section, key) != defaults[key]]
+    return [key for key in section.changed(*keys) if key not in section.traits.config_keys]
 
 
 def _engines_that_follow(key: str) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rftdask.config.cross_checks.rule import Rules, is_natural
 from rftdask.config.plugins import argument_problems
 from rftdask.config.schema.algorithm import registered_parts
-from rftdask.config.schema.optimizer import OPTIMIZERS, OWN_KEYS, SCHEDULES, OptimizerConfig
+from rftdask.config.schema.optimizer import OPTIMIZERS, OWN_KEYS, SCHEDULES
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 
@@ -82,7 +82,7 @@ def _schedule_takes_its_arguments(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("algorithm.optimizer.optimizer_type", "algorithm.optimizer.betas", "algorithm.optimizer.weight_decay")
 def _optimizer_takes_its_settings(config: Config) -> Iterator[Problem]:
-    section, usual = config.algorithm.optimizer, OptimizerConfig.model_construct()
+    section = config.algorithm.optimizer
     name = section.optimizer_type
     # muon uses AdamW for weights other than hidden matrices. `ModelOptimizer` checks optimizers that are not listed.
     if name not in OPTIMIZERS or name.lower() == "muon":
@@ -90,8 +90,8 @@ def _optimizer_takes_its_settings(config: Config) -> Iterator[Problem]:
     takes = replace(OPTIMIZERS[name], supplied=()).parameters
     if takes is None:  # PyTorch is not on this machine
         return
-    for key in OWN_KEYS:
-        if key not in takes and getattr(section, key) != getattr(usual, key):
+    for key in section.changed(*OWN_KEYS):
+        if key not in takes:
             yield f"algorithm.optimizer.{key}", f"optimizer {name} does not have it; leave it out"
 
 

@@ -5,14 +5,12 @@ Pure: a Config in, messages out.
 
 from collections.abc import Iterator
 
-from rftdask.config.base import default_of
+from rftdask.config.base import default_of, join
 from rftdask.config.cross_checks.hosted import hosted_warnings
 from rftdask.config.cross_checks.rollouts import engine_warnings
 from rftdask.config.schema.algorithm import registered_parts
-from rftdask.config.schema.buffer import ExperienceBufferConfig, FormatConfig
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.run import Config
-from rftdask.config.schema.trainer import CriticConfig
 from rftdask.config.yaml_source import Problem
 
 _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
@@ -58,23 +56,13 @@ def warn(config: Config) -> Iterator[Problem]:
     yield from hosted_warnings(config)
     yield from _of_sync_method(config)
     if not config.algorithm.trains_critic:
-        critic = {
-            "model.critic_model_path": bool(config.model.critic_model_path),
-            "trainer.critic": config.trainer.critic != CriticConfig.model_construct(),
-            "trainer.critic_warmup": config.trainer.critic_warmup > 0,
-        }
-        for path, is_set in critic.items():
-            if is_set:
-                yield path, f"ignored: {config.algorithm.algorithm_type} has no critic"
+        given = ["model.critic_model_path"] * bool(config.model.critic_model_path)
+        given += [f"trainer.{key}" for key in config.trainer.changed("critic", "critic_warmup")]
+        for path in given:
+            yield path, f"ignored: {config.algorithm.algorithm_type} has no critic"
     if (trainer := config.trainer).trainer_strategy != "fsdp2":
-        chosen = {
-            "offload_policy": trainer.offload_policy,
-            "prefetch_layers": trainer.prefetch_layers > 0,
-            "reshard_after_forward": not trainer.reshard_after_forward,
-        }
-        for name, is_chosen in chosen.items():
-            if is_chosen:
-                yield f"trainer.{name}", f"ignored: trainer_strategy {trainer.trainer_strategy} shards nothing"
+        for name in trainer.changed("offload_policy", "prefetch_layers", "reshard_after_forward"):
+            yield f"trainer.{name}", f"ignored: trainer_strategy {trainer.trainer_strategy} shards nothing"
     if config.model.custom_chat_template and config.model.chat_template_path:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
     if not config.continue_from_checkpoint and config.mode in ("bench", "serve"):
@@ -113,8 +101,8 @@ def _of_sync_method(config: Config) -> Iterator[Problem]:
 def _of_another_place(config: Config) -> Iterator[Problem]:
     """Warn about keys of a section with several places, set where nothing reads them."""
     source, at = config.buffer.trainer_input, "buffer.trainer_input"
-    of_dataset: tuple[str, ...] = ("split", "format")
-    of_log: tuple[str, ...] = ("capacity", "max_unread_bytes", "max_read_timeout", "retention")
+    of_dataset, of_log = ("split", "format"), ("capacity", "max_unread_bytes", "max_read_timeout", "retention")
+    idle: tuple[str, ...]
     if config.algorithm.schema_type == "experience":
         idle, why = of_dataset, "rollouts are read from the log of the run"
     else:
@@ -135,13 +123,12 @@ def _of_another_place(config: Config) -> Iterator[Problem]:
     if config.algorithm.trains_reward_model and config.buffer.explorer_input.eval_tasksets:
         yield "buffer.explorer_input.eval_tasksets", "ignored: a reward model generates no answers; use eval_buffer"
     for path, section, keys, why in places:
-        for key in keys:
-            if getattr(section, key) != default_of(ExperienceBufferConfig.model_fields[key]):
-                yield f"{path}.{key}", f"ignored: {why}"
-    for number, taskset in enumerate(config.buffer.explorer_input.eval_tasksets):
+        for key in section.changed(*keys):
+            yield f"{path}.{key}", f"ignored: {why}"
+    for place, taskset in config.buffer.explorer_input.eval_places.items():
         if taskset.data_selector.selector_type != "sequential":
-            path = f"buffer.explorer_input.eval_tasksets[{number}].data_selector.selector_type"
-            yield path, "ignored: an evaluation takes every task once, in the order stored"
+            why = "ignored: an evaluation takes every task once, in the order stored"
+            yield f"{join(place)}.data_selector.selector_type", why
     for number, model in enumerate(config.explorer.auxiliary_models):
         path = f"explorer.auxiliary_models[{number}]"
         why = "a model behind an API has no engine here" if model.traits.is_external else "the trainer has the teachers"
@@ -162,31 +149,24 @@ _OF_DATASETS = ("split", "subset_name")
 def _of_other_rows(config: Config) -> Iterator[Problem]:
     """Warn about columns for tasks that are set for supervised rows, and the reverse."""
     inputs, source, at = config.buffer.explorer_input, config.buffer.trainer_input, "buffer.trainer_input"
-    given = [("taskset", inputs.taskset), *((f"tasksets[{n}]", each) for n, each in enumerate(inputs.tasksets))]
-    given += [(f"eval_tasksets[{n}]", each) for n, each in enumerate(inputs.eval_tasksets)]
-    for name, taskset in given:
-        for key in () if taskset is None else _changed(taskset.format, _OF_ROWS):
+    for place, taskset in (inputs.train_places | inputs.eval_places).items():
+        for key in taskset.format.changed(*_OF_ROWS):
             why = "ignored: it belongs to supervised rows, and these are tasks"
-            yield f"buffer.explorer_input.{name}.format.{key}", why
+            yield f"{join(place)}.format.{key}", why
     rows = [] if config.algorithm.schema_type == "experience" else [("experience_buffer", source.experience_buffer)]
     if (shown := source.auxiliary_buffers.get(config.demonstrations)) is not None and config.num_demonstrations:
         rows.append((f"auxiliary_buffers.{config.demonstrations}", shown))
     rows += [] if source.eval_buffer is None else [("eval_buffer", source.eval_buffer)]
     for name, dataset in rows:
-        for key in _changed(dataset.format, _OF_TASKS):
+        for key in dataset.format.changed(*_OF_TASKS):
             yield f"{at}.{name}.format.{key}", "ignored: it belongs to tasks, and these are supervised rows"
     if config.algorithm.schema_type == "experience":
         log = source.experience_buffer
-        is_given = {key: getattr(log, key) != default_of(type(log).model_fields[key]) for key in _OF_DATASETS}
-        is_given["data_selector.selector_type"] = log.data_selector.selector_type != "sequential"
-        for key in (key for key, given in is_given.items() if given):
+        shuffled = log.data_selector.selector_type != "sequential"
+        for key in (*log.changed(*_OF_DATASETS), *["data_selector.selector_type"] * shuffled):
             yield f"{at}.experience_buffer.{key}", "ignored: rollouts are read from the log of the run"
     if source.experience_buffer.data_selector.feature_keys:
         yield f"{at}.experience_buffer.data_selector.feature_keys", "ignored: only tasks are ordered by their columns"
-
-
-def _changed(form: FormatConfig, keys: tuple[str, ...]) -> list[str]:
-    return [key for key in keys if getattr(form, key) != default_of(FormatConfig.model_fields[key])]
 
 
 def _idle_boundaries(config: Config) -> Iterator[Problem]:

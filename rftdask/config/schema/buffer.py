@@ -10,6 +10,7 @@ from rftdask.config.base import (
     Computed,
     Count,
     EnvInterpolated,
+    Location,
     Natural,
     OpenDict,
     PluginName,
@@ -200,6 +201,22 @@ class ExplorerInput(Section):
         """Training tasksets, from either key."""
         return (self.taskset,) if self.taskset is not None else self.tasksets
 
+    @property
+    def train_places(self) -> dict[Location, TasksetConfig]:
+        """Training tasksets of both keys by their locations, of which a valid configuration has one."""
+        places: dict[Location, TasksetConfig] = {}
+        if self.taskset is not None:
+            places["buffer", "explorer_input", "taskset"] = self.taskset
+        for number, taskset in enumerate(self.tasksets):
+            places["buffer", "explorer_input", "tasksets", number] = taskset
+        return places
+
+    @property
+    def eval_places(self) -> dict[Location, TasksetConfig]:
+        """Evaluation tasksets by their locations."""
+        at = ("buffer", "explorer_input", "eval_tasksets")
+        return {(*at, number): taskset for number, taskset in enumerate(self.eval_tasksets)}
+
 
 class ReplayConfig(Section):
     """`replay_buffer`: train groups by priority, and more than once; see docs/buffer.md."""
@@ -288,6 +305,15 @@ class TrainerInput(Section):
     """Held-out dataset in the format of the main input: mode train measures the loss on it before the first step, every
     `trainer.eval_interval` steps and after the last. For algorithms that learn from a dataset (sft, dpo, cpt and
     similar). None: no such evaluation."""
+
+    @property
+    def side_places(self) -> dict[Location, ExperienceBufferConfig]:
+        """Auxiliary and evaluation buffers by their locations. All are datasets."""
+        at = ("buffer", "trainer_input")
+        places: dict[Location, ExperienceBufferConfig] = {
+            (*at, "auxiliary_buffers", name): buffer for name, buffer in self.auxiliary_buffers.items()
+        }
+        return places if self.eval_buffer is None else {**places, (*at, "eval_buffer"): self.eval_buffer}
 
 
 class BufferConfig(Section):
