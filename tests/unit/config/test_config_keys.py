@@ -69,78 +69,32 @@ OUR_DEFAULTS: dict[str, object] = {
 """Key -> default, where ours differs from the reference's."""
 
 OUR_KEYS = {
-    "algorithm.optimizer.lr_scheduler_args",
-    "algorithm.optimizer.optimizer_args",
-    "algorithm.optimizer.decay_all_weights",
-    "buffer.trainer_input.experience_buffer.max_unread_bytes",
-    "trainer.eval_interval",
-    "trainer.router_aux_loss_coef",
-    "data_processor.experience_pipeline.stage",
-    "seed",
-    "deterministic",
-    "private",
-    "cluster.type",
-    "cluster.options",
-    "cluster.num_cpus",
-    "cluster.interface",
-    "cluster.python",
-    "cluster.private_folder",
-    "cluster.local_cache_dir",
-    "cluster.stage_keep",
-    "cluster.tls",
-    "cluster.dashboard_address",
-    "cluster.max_queue_s",
-    "cluster.slurm.controller.partition",
-    "cluster.slurm.controller.account",
-    "cluster.slurm.controller.gres",
-    "cluster.slurm.controller.constraint",
-    "cluster.slurm.controller.walltime",
-    "cluster.slurm.controller.cpus",
-    "cluster.slurm.controller.memory",
-    "cluster.slurm.controller.directives",
-    "cluster.slurm.controller.prologue",
-    *(f"cluster.slurm.auxiliary.{key}" for key in ("partition", "account", "gres", "constraint", "walltime")),
-    *(f"cluster.slurm.auxiliary.{key}" for key in ("cpus", "memory", "directives", "prologue")),
-    "cluster.slurm.trainer.partition",
-    "cluster.slurm.trainer.account",
-    "cluster.slurm.trainer.gres",
-    "cluster.slurm.trainer.constraint",
-    "cluster.slurm.trainer.walltime",
-    "cluster.slurm.trainer.cpus",
-    "cluster.slurm.trainer.memory",
-    "cluster.slurm.trainer.directives",
-    "cluster.slurm.trainer.prologue",
-    "cluster.slurm.explorer.partition",
-    "cluster.slurm.explorer.account",
-    "cluster.slurm.explorer.gres",
-    "cluster.slurm.explorer.constraint",
-    "cluster.slurm.explorer.walltime",
-    "cluster.slurm.explorer.cpus",
-    "cluster.slurm.explorer.memory",
-    "cluster.slurm.explorer.directives",
-    "cluster.slurm.explorer.prologue",
-    "explorer.min_workers",
-    "explorer.max_workers",
-    "explorer.tasks_per_batch",
-    "trainer.num_ranks",
-    "trainer.master_weights",
-    "trainer.tensor_parallel_size",
-    "trainer.max_restarts",
-    "trainer.gradient_checkpointing",
-    "trainer.torch_compile",
-    "trainer.reshard_after_forward",
-    "trainer.prefetch_layers",
-    "trainer.critic.lr",
-    "trainer.critic.cliprange_value",
-    "trainer.micro_batch_size",
-    "trainer.ppo_epochs",
-    "trainer.ppo_mini_batch_size",
-    "synchronizer.max_staleness",
-    "synchronizer.poll_interval_s",
-    "model.lora_configs[].use_rslora",
-    "model.lora_configs[].use_dora",
+    "": "deterministic private seed",
+    "algorithm.optimizer": "decay_all_weights lr_scheduler_args optimizer_args",
+    "buffer.explorer_input.<taskset>": "dataset_args",
+    "buffer.explorer_input.<taskset>.format": "label_key return_assistant_tokens_mask",
+    "buffer.explorer_input.<taskset>.rollout_args": "final_temperature temperature_steps",
+    "buffer.trainer_input.experience_buffer": "max_unread_bytes",
+    "buffer.trainer_input.experience_buffer.format": "label_key return_assistant_tokens_mask",
+    "buffer.trainer_input.experience_buffer.retention": "keep keep_fraction keep_steps",
+    "cluster": "colocate dashboard_address interface local_cache_dir max_queue_s num_cpus options private_folder "
+    "python stage_keep tls type",
+    "cluster.slurm": "dependency heterogeneous mail profile template",
+    "cluster.slurm.<role>": "account constraint cpus directives exclusive gpus_per_node gres memory nodes partition "
+    "prologue qos reservation tasks_per_node walltime",
+    "data_processor.experience_pipeline": "stage",
+    "explorer": "max_commit_delay_s max_workers min_workers plugin_dirs slots_per_engine tasks_per_batch",
+    "explorer.rollout_model": "max_retries prompt_price requests_per_minute response_price teacher_for "
+    "tokens_per_minute",
+    "explorer.sandbox": "bubblewrap bubblewrap_network max_memory_gb max_processes mode",
+    "monitor": "extra_monitors",
+    "synchronizer": "full_publish_interval load_in_flight max_staleness poll_interval_s",
+    "trainer": "eval_interval gradient_checkpointing master_weights max_restarts micro_batch_size num_ranks ppo_epochs "
+    "ppo_mini_batch_size prefetch_layers reshard_after_forward router_aux_loss_coef save_minutes tensor_parallel_size "
+    "torch_compile",
+    "trainer.critic": "cliprange_value lr",
 }
-"""Keys of ours that the reference does not have; of tasksets: dataset_args."""
+"""Section -> keys of ours that the reference does not have."""
 
 DERIVED_KEYS = [
     "checkpoint_job_dir",
@@ -199,49 +153,13 @@ def test_every_key_of_the_reference_is_known_and_has_its_default(path: str) -> N
 
 
 def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
-    leaves = {path for path in KEYS if is_leaf(path) and reachable(path)}
-    strange = leaves - set(REFERENCE_KEYS) - OUR_KEYS - {path for path in leaves if is_not_settable(path)}
-    names = {path.rsplit(".", 1)[-1] for path in strange}
-    assert names == {
-        "colocate",
-        "nodes",  # of jobs on SLURM
-        "tasks_per_node",
-        "gpus_per_node",
-        "exclusive",
-        "heterogeneous",
-        "profile",
-        "template",
-        "mail",
-        "dependency",
-        "qos",
-        "reservation",
-        "save_minutes",
-        "max_commit_delay_s",
-        "slots_per_engine",
-        "load_in_flight",
-        "full_publish_interval",
-        "final_temperature",
-        "temperature_steps",
-        "max_memory_gb",
-        "max_processes",
-        "extra_monitors",
-        "bubblewrap",
-        "bubblewrap_network",
-        "mode",
-        "teacher_for",
-        "requests_per_minute",
-        "tokens_per_minute",
-        "max_retries",
-        "prompt_price",
-        "response_price",
-        "plugin_dirs",
-        "keep",
-        "keep_steps",
-        "keep_fraction",
-        "dataset_args",
-        "label_key",
-        "return_assistant_tokens_mask",
-    }
+    ours: dict[str, set[str]] = {}
+    for path in KEYS.keys() - REFERENCE_KEYS.keys():
+        if is_leaf(path) and reachable(path) and not is_not_settable(path):
+            section, _, key = re.sub(r"(eval_)?tasksets?(\[\])?\.", "<taskset>.", path).rpartition(".")
+            section = re.sub(r"(?<=slurm\.)(controller|trainer|explorer|auxiliary)", "<role>", section)
+            ours.setdefault(section, set()).add(key)
+    assert ours == {section: set(keys.split()) for section, keys in OUR_KEYS.items()}
 
 
 def is_not_settable(path: str) -> bool:
