@@ -100,38 +100,12 @@ def test_interpolations_see_the_overrides_and_the_environment(monkeypatch: pytes
     assert (loaded.name, loaded.group, loaded.checkpoint_root_dir) == ("other-4", "fallback", "/data/runs")
 
 
-def test_an_unresolvable_list_item_is_reported() -> None:
-    assert problems(grpo(algorithm={"optimizer": {"betas": [0.9, "${nothing.here}"]}}))[0] == (
-        "algorithm.optimizer.betas[1]: cannot be resolved: Interpolation key 'nothing.here' not found"
-    )
-
-
 def test_every_failed_interpolation_is_reported() -> None:
     assert problems(grpo(group="${nothing.here}", name="${oc.env:RFTDASK_TEST_NOT_SET}", project="???")) == [
         "group: cannot be resolved: Interpolation key 'nothing.here' not found",
         "name: cannot be resolved: the environment variable 'RFTDASK_TEST_NOT_SET' is not set",
         "project: required, and given as ???",
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("- a\n- b\n", "the file must hold sections (key: value), not a list"),
-        ("seed: 1\nseed: 2\n", "not valid YAML: line 2, column 1: found duplicate key seed"),
-    ],
-)
-def test_an_unreadable_file_is_reported_once(tmp_path: Path, text: str, line: str) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(text)
-    assert problems(file) == [line]
-
-
-def test_a_mistake_in_yaml_is_reported_with_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("seed: 1\na: [1\n")
-    (line,) = problems(file)
-    assert line.startswith("not valid YAML: line 3, column 1: ")
 
 
 def test_a_missing_file_is_reported() -> None:

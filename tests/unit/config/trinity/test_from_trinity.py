@@ -134,15 +134,13 @@ def said_of(path: str, key: FieldInfo, there: Any) -> list[str]:
 def shown_by(path: str, told: str) -> str:
     """The test of a key in this state; "" where nobody has named one."""
     refusals = {
-        "without effect": "keys.py::test_an_ignored_key_is_warned_about_once_with_the_reason",
-        "refused unless": "keys.py::test_a_key_whose_feature_is_missing_is_refused_when_set",
-        "refused: ": "errors.py::test_secrets_are_refused_and_never_shown",
-        "computed": "keys.py::test_a_derived_key_cannot_be_set",
+        "without effect": "check_keys.py::test_an_ignored_key_is_warned_about_once_with_the_reason",
+        "refused unless": "check_keys.py::test_a_key_whose_feature_is_missing_is_refused_when_set",
+        "refused: ": "load_errors.py::test_secrets_are_refused_and_never_shown",
+        "computed": "check_keys.py::test_a_derived_key_cannot_be_set",
     }
     base = path.replace("eval_tasksets[].", "taskset.").replace("tasksets[].", "taskset.")
-    found = next(
-        (f"tests/unit/config/test_config_{test}" for text, test in refusals.items() if told.startswith(text)), ""
-    )
+    found = next((f"tests/unit/config/test_{test}" for text, test in refusals.items() if told.startswith(text)), "")
     return SHOWN_BY.get(path) or SHOWN_BY.get(base) or found
 
 
