@@ -136,7 +136,7 @@ def shown_by(path: str, told: str) -> str:
     refusals = {
         "without effect": "check_keys.py::test_an_ignored_key_is_warned_about_once_with_the_reason",
         "refused unless": "check_keys.py::test_a_key_whose_feature_is_missing_is_refused_when_set",
-        "refused: ": "load_errors.py::test_secrets_are_refused_and_never_shown",
+        "refused: ": "load_messages.py::test_secrets_are_refused_and_never_shown",
         "computed": "check_keys.py::test_a_derived_key_cannot_be_set",
     }
     base = path.replace("eval_tasksets[].", "taskset.").replace("tasksets[].", "taskset.")
