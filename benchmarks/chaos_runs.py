@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 
 import psutil
 
-from rftdask.cluster.jobqueue import call
+from rftdask.cluster.batch_cluster import call
 from rftdask.cluster.jobs import JobRecord, read_jobs
 from rftdask.cluster.slurm import SlurmCluster
 from rftdask.processes.zygote import requester_of

@@ -32,8 +32,7 @@ def logs(
 
 
 def cancel(
-    run: Run,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait before killing its jobs")] = 600,
+    run: Run, timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait before killing its jobs")] = 600
 ) -> None:
     """End a run with a checkpoint, wherever it runs.
 

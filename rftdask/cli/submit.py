@@ -19,16 +19,16 @@ import typer
 
 from rftdask.cli.common import AcceptChanges, ConfigFile, Origin, Overrides, load, say, warn, with_run_name
 from rftdask.cluster.base import find_cluster
-from rftdask.cluster.driver_script import PATIENCE_S, SOURCES_FOLDER
-from rftdask.cluster.jobqueue import (
-    JobQueueCluster,
-    OtherCluster,
+from rftdask.cluster.batch_cluster import (
+    BatchCluster,
     SubmitOptions,
     check_not_submitted,
     forget_job,
     log_folder,
     system_of,
 )
+from rftdask.cluster.driver_script import PATIENCE_S, SOURCES_FOLDER
+from rftdask.cluster.jobqueue import JobQueueCluster
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, ScriptPlan, write_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.cluster.slurm import NO_REQUEUE, TEMPLATE
@@ -105,7 +105,7 @@ class Submission:
     """
 
     config: Config
-    system: type[JobQueueCluster]
+    system: type[BatchCluster]
     storage: Storage
     folder: SecretsDir
     plan: ScriptPlan
@@ -142,7 +142,7 @@ def plan_submission(config: Config, options: SubmitOptions | None = None) -> Sub
     if find_cluster(config.cluster.type).is_one_machine:
         config = replace(config, {"cluster.type": "slurm"})
     kind = find_cluster(config.cluster.type, config.explorer.plugin_dirs)
-    if not issubclass(kind, JobQueueCluster):
+    if not issubclass(kind, BatchCluster):
         raise UserError(
             f"rftdask submit needs a batch system, and cluster.type is {config.cluster.type}; use rftdask run"
         )
@@ -195,6 +195,6 @@ if __name__ == "__main__":  # called by a driver's job near its walltime
     queued = load_config(sys.argv[1], was_checked=True)
     queued_in = open_storage(queued.checkpoint_job_dir)
     system = find_cluster(queued.cluster.type, queued.explorer.plugin_dirs)
-    assert issubclass(system, OtherCluster)
+    assert issubclass(system, JobQueueCluster)
     job = system.submit_controller(queued, SecretsDir.base_of(queued, queued_in), queued_in)
     write_jobs(queued_in, [job], SUBMITTED_FILE)

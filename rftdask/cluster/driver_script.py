@@ -41,11 +41,7 @@ class HostSystem:
 
 
 def driver_shell(
-    folder: SecretsDir,
-    run: str,
-    system: HostSystem,
-    beside: Sequence[str] = (),
-    at_end: Sequence[str] = (),
+    folder: SecretsDir, run: str, system: HostSystem, beside: Sequence[str] = (), at_end: Sequence[str] = ()
 ) -> list[str]:
     """Return the shell that runs the driver, the same on all batch systems, and forwards their signals.
 

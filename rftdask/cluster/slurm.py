@@ -24,6 +24,16 @@ from typing import Any, ClassVar
 import psutil
 
 from rftdask.cluster.base import Cluster
+from rftdask.cluster.batch_cluster import (
+    CONTROLLER,
+    DEATH_TIMEOUT_S,
+    BatchCluster,
+    SubmitOptions,
+    call,
+    check_not_submitted,
+    log_folder,
+    worker_options,
+)
 from rftdask.cluster.driver_script import (
     DRIVER_OPTIONS,
     PATIENCE_S,
@@ -34,16 +44,6 @@ from rftdask.cluster.driver_script import (
     takes_sources,
 )
 from rftdask.cluster.job_shapes import Capacity, JobShape, check_fit, limit, megabytes, shape_of
-from rftdask.cluster.jobqueue import (
-    CONTROLLER,
-    DEATH_TIMEOUT_S,
-    JobQueueCluster,
-    SubmitOptions,
-    call,
-    check_not_submitted,
-    log_folder,
-    worker_options,
-)
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, JobRecord, Script, ScriptPlan
 from rftdask.cluster.layout import (
     AUXILIARY_RESOURCE,
@@ -131,7 +131,7 @@ _steps: dict[str, subprocess.Popen[bytes]] = {}
 """Steps that this process has started, by id."""
 
 
-class SlurmCluster(JobQueueCluster):
+class SlurmCluster(BatchCluster):
     """A run on SLURM: its plan, its scripts, and SLURM's commands for its jobs.
 
     Example: with SlurmCluster.start(config, layout, storage) as cluster: cluster.scale("explorer", 8)
@@ -139,7 +139,6 @@ class SlurmCluster(JobQueueCluster):
 
     cluster_type: ClassVar[str] = "slurm"
     spans_nodes: ClassVar[bool] = True
-    takes_options: ClassVar[bool] = False  # `cluster.slurm` has the options of jobs
     # For the keys of TLS. Jobs of dask-jobqueue have only one task on one node.
     required_package: ClassVar[str | None] = "cryptography"
 

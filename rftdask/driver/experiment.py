@@ -460,9 +460,7 @@ class StageObserver:
         self.contents.check()
         now = time.monotonic()
         progress = dataclasses.replace(
-            self.experiment._progress,
-            elapsed_s=now - self._began,
-            workers=len(workers_of(self.cluster.client)),
+            self.experiment._progress, elapsed_s=now - self._began, workers=len(workers_of(self.cluster.client))
         )
         if isinstance(event, Note):
             self.view.note(event.text)

@@ -15,7 +15,7 @@ from socket import gethostname
 from time import sleep
 from typing import TYPE_CHECKING
 
-from rftdask.cluster.jobqueue import log_folder, states_of, system_of
+from rftdask.cluster.batch_cluster import log_folder, states_of, system_of
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, read_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, load_config

@@ -187,10 +187,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
     tasks: list[Task] = []
     with _noted(problems, unchecked):
         load_plugin_folders(folders)  # first, because a plug-in may provide the tasks
-    for config in (
-        *(source.train_tasksets if explores else ()),
-        *(source.eval_tasksets if stage.has_explorer else ()),
-    ):
+    for config in (*(source.train_tasksets if explores else ()), *(source.eval_tasksets if stage.has_explorer else ())):
         # Until it is read, so that later checks find every name.
         sizes[config.name] = 0
         with _noted(problems, unchecked):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rftdask.cluster.jobqueue import system_of
+from rftdask.cluster.batch_cluster import system_of
 from rftdask.cluster.jobs import read_jobs, slurm_numbers
 from rftdask.cluster.slurm import NO_BOOKS, Usage, usage
 from rftdask.errors import RftError

@@ -13,10 +13,7 @@ class DataGroup(LazyGroup):
     """Commands below `rftdask data`."""
 
     table: ClassVar = {
-        "export": (
-            "results.data_export:data_export",
-            "Write the experiences of a run as a dataset.",
-        ),
+        "export": ("results.data_export:data_export", "Write the experiences of a run as a dataset."),
         "refine": ("results.data_refine:data_refine", "Filter, deduplicate and score a dataset."),
         "setup": ("results.data_refine:data_setup", "Create the environment of Data-Juicer, once."),
     }

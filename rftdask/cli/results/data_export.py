@@ -148,13 +148,7 @@ def _pairs(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) ->
         else:
             rewards = {"chosen_reward": best["reward"], "rejected_reward": worst["reward"]}
             texts = {"chosen": best["response_text"], "rejected": worst["response_text"]}
-            yield {
-                "prompt": best["prompt_text"],
-                **texts,
-                **rewards,
-                **_lineage(best),
-                "rejected_uid": worst["uid"],
-            }
+            yield {"prompt": best["prompt_text"], **texts, **rewards, **_lineage(best), "rejected_uid": worst["uid"]}
 
 
 def _tasks(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) -> Iterator[dict[str, Any]]:

@@ -82,12 +82,10 @@ def perf(run: Run, path: Annotated[str, typer.Argument(metavar="FILE", help="Out
 def track(
     run: Run,
     to: Annotated[
-        str,
-        typer.Option(metavar="TRACKER", help="Tracker: tensorboard, wandb, mlflow, swanlab, trackio or your own"),
+        str, typer.Option(metavar="TRACKER", help="Tracker: tensorboard, wandb, mlflow, swanlab, trackio or your own")
     ],
     args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Tracker arguments, as in monitor.monitor_args"),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Tracker arguments, as in monitor.monitor_args")
     ] = None,
     follow: Annotated[bool, typer.Option(help="Continue until the run ends, or Ctrl-C")] = False,
 ) -> None:

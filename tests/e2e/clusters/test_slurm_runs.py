@@ -42,7 +42,7 @@ import pytest
 import yaml
 
 from rftdask import Experiment
-from rftdask.cluster.jobqueue import call
+from rftdask.cluster.batch_cluster import call
 from rftdask.cluster.jobs import JobRecord, read_jobs
 from rftdask.cluster.slurm import ENDING, SlurmCluster, sbatch
 from rftdask.errors import RftError

@@ -35,8 +35,7 @@ def test_each_round_reads_the_current_reward_file(config: Path, tmp_path: Path) 
 
     write_reward(0.25)
     judged = load_config(
-        config,
-        [f"explorer.plugin_dirs=[{plugins}]", "buffer.explorer_input.default_reward_fn_type=judges.judged"],
+        config, [f"explorer.plugin_dirs=[{plugins}]", "buffer.explorer_input.default_reward_fn_type=judges.judged"]
     )
     with Debugger(judged, tmp_path / "debug") as debugger:
         first = debugger.try_task(3, rollouts=2)

@@ -16,8 +16,8 @@ import pytest
 
 from rftdask.cli import submit as submitting
 from rftdask.cli.submit import has_finished, plan_submission
+from rftdask.cluster.batch_cluster import SubmitOptions
 from rftdask.cluster.driver_script import HostSystem, driver_shell, walltime_timer
-from rftdask.cluster.jobqueue import SubmitOptions
 from rftdask.cluster.layout import plan_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.cluster.slurm import SlurmCluster, allocation_script, controller_text, offline_scripts

@@ -44,10 +44,7 @@ def test_every_combination_is_a_run_in_its_own_folder(tmp_path: Path) -> None:
         (["seed=1"], "no key has several values"),
         (["seed=0..2000"], "2001 runs"),
         (["algorithm.repeat_times=2, 2"], "share the folder repeat_times-2"),
-        (
-            ["seed=0..1", "continue_from_checkpoint=false"],
-            "continue_from_checkpoint: false: a sweep continues",
-        ),
+        (["seed=0..1", "continue_from_checkpoint=false"], "continue_from_checkpoint: false: a sweep continues"),
     ],
 )
 def test_invalid_sweeps_are_rejected(tmp_path: Path, settings: list[str], printed: str) -> None:

@@ -28,9 +28,7 @@ class Slow:
             raise TimeoutError
 
 
-def test_a_slow_close_fails_no_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_slow_close_fails_no_run(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     closed: list[float] = []
     close_in_turn(Slow(1e6, closed), Slow(12, closed))

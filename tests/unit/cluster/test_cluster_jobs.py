@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.cluster.jobs import (
-    JobRecord,
-    jobs_file,
-    note_workers,
-    plan_role,
-    read_jobs,
-    write_jobs,
-)
+from rftdask.cluster.jobs import JobRecord, jobs_file, note_workers, plan_role, read_jobs, write_jobs
 from rftdask.storage import open_storage
 
 

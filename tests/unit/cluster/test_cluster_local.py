@@ -92,12 +92,7 @@ def test_no_socket_of_a_local_cluster_trusts_strangers(cluster: LocalCluster, of
     assert cluster.client.submit(os.getuid).result(timeout=60) == os.getuid()
     ports = sorted(str(port) for port in {address.port for address in listening()} - of_others)
     assert len(ports) >= 4, ports
-    said = subprocess.run(
-        [sys.executable, "-c", KNOCK, *ports],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    said = subprocess.run([sys.executable, "-c", KNOCK, *ports], capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stderr
     answers = said.stdout.splitlines()
     assert len(answers) == 7 * len(ports)

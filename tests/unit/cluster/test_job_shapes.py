@@ -104,13 +104,7 @@ def test_ranks_are_one_job_and_engines_fill_their_gpus(
         ("explorer", {"gres": "gpu:1"}, 1, 4, r"works on 4 GPUs .*; set gpu:4, or .* over 4 nodes .*explorer.nodes: 4"),
         ("explorer", {"gres": "gpu:8", "nodes": 3}, 1, 16, "over 2 nodes cluster.slurm.explorer.nodes: 2, or a mult"),
         ("explorer", {"gres": "gpu:8", "nodes": 2}, 1, 12, "which is not a number of whole nodes; set gpu:12, or a"),
-        (
-            "explorer",
-            {"gres": "gpu:8", "nodes": 4},
-            3,
-            16,
-            "a job of 4 nodes has 2 of 3 engines; .*engine_num to 4",
-        ),
+        ("explorer", {"gres": "gpu:8", "nodes": 4}, 3, 16, "a job of 4 nodes has 2 of 3 engines; .*engine_num to 4"),
         ("explorer", {}, 1, 4, "an engine works on 4 GPUs .*; set gpu:4"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rftdask.cluster.base import find_cluster
-from rftdask.cluster.jobqueue import HTCondorCluster, LsfCluster, OarCluster, OtherCluster, PbsCluster, SgeCluster
+from rftdask.cluster.jobqueue import HTCondorCluster, JobQueueCluster, LsfCluster, OarCluster, PbsCluster, SgeCluster
 from rftdask.errors import RoleError
 from tests.unit.cluster.batch_cases import configured, private
 
@@ -77,11 +77,7 @@ Job id     Name           User           Submission Date     S Queue
     ("system", "told", "states"),
     [
         (PbsCluster, PBS_TABLE, {"4711": "RUNNING", "4712": "PENDING (Q)", "4713": "RUNNING"}),
-        (
-            LsfCluster,
-            "7001 RUN\n7002 PEND\n7003 DONE\n7004 EXIT\n",
-            {"7001": "RUNNING", "7002": "PENDING (PEND)"},
-        ),
+        (LsfCluster, "7001 RUN\n7002 PEND\n7003 DONE\n7004 EXIT\n", {"7001": "RUNNING", "7002": "PENDING (PEND)"}),
         (
             SgeCluster,
             SGE_TABLE,
@@ -93,7 +89,7 @@ Job id     Name           User           Submission Date     S Queue
     ],
 )
 def test_the_output_of_other_batch_systems_is_parsed(
-    system: type[OtherCluster], told: str, states: dict[str, str]
+    system: type[JobQueueCluster], told: str, states: dict[str, str]
 ) -> None:
     found = system.read_states(told)
     assert {job_id: state for job_id, state in found.items() if state != "PENDING (5)"} == states

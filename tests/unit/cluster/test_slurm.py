@@ -9,16 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.cluster.batch_cluster import forget_job
 from rftdask.cluster.job_shapes import Capacity, JobShape
-from rftdask.cluster.jobqueue import forget_job
 from rftdask.cluster.layout import plan_jobs
-from rftdask.cluster.slurm import (
-    SlurmCluster,
-    SlurmStepsCluster,
-    allocation,
-    allocation_script,
-    read_allocation,
-)
+from rftdask.cluster.slurm import SlurmCluster, SlurmStepsCluster, allocation, allocation_script, read_allocation
 from rftdask.errors import UserError
 from rftdask.storage import open_storage
 from tests.unit.cluster.batch_cases import configured, private

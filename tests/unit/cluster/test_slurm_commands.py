@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.cluster.batch_cluster import forget_job
 from rftdask.cluster.job_shapes import megabytes
-from rftdask.cluster.jobqueue import forget_job
 from rftdask.cluster.slurm import SlurmCluster, directives, sbatch
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import RoleError, UserError

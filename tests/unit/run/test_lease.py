@@ -16,10 +16,7 @@ import pytest
 from rftdask.config import replace
 from rftdask.errors import DamagedError, FencedError
 from rftdask.run.lease import Lease, LeaseWatch, lease_holder, lease_holders
-from rftdask.run.run_folder import (
-    check_run,
-    open_run,
-)
+from rftdask.run.run_folder import check_run, open_run
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
 from tests.unit.run.folder_cases import config

@@ -213,9 +213,7 @@ def test_a_worker_with_another_folder_refuses(storage: Storage) -> None:
         read_config(open_storage("memory://another-disk"), fingerprint)
 
 
-def test_a_damaged_config_is_refused_then_repaired(
-    storage: Storage,
-) -> None:
+def test_a_damaged_config_is_refused_then_repaired(storage: Storage) -> None:
     fingerprint = record_config(storage, config())
     path = f"control/config-{fingerprint}.json"
     written = storage.get(path)

@@ -59,11 +59,7 @@ def test_the_result_does_not_depend_on_the_parts(
     # Without level 0 rows 1 to 4, 6 to 9 and so on; each text once: 1, 2, 3, 4, 6, 7, 12; the three of largest level.
     assert kept(tmp_path / "out") == ["rows.jsonl#2", "rows.jsonl#3", "rows.jsonl#4"]
     assert result.rows_in == 20 == result.rows_out + sum(result.dropped.values())
-    assert result.dropped == {
-        "not (level > 0)": 4,
-        "with the text of an earlier row in prompt": 9,
-        "below the top": 4,
-    }
+    assert result.dropped == {"not (level > 0)": 4, "with the text of an earlier row in prompt": 9, "below the top": 4}
     assert json.loads((tmp_path / "out" / REPORT).read_text())["rows_out"] == 3
     assert sorted(each.name for each in (tmp_path / "out").iterdir() if each.suffix != ".parquet") == [
         "report",

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rftdask.cluster.cuda import LocalCudaCluster, role_local_cuda_cluster
 from rftdask.cluster.layout import Layout, WorkerPlan
+from rftdask.cluster.local import LocalCudaCluster, role_local_cuda_cluster
 from rftdask.cluster.preloads import GRACE_VARIABLE, MODULE
 from rftdask.errors import UserError
 from rftdask.processes.device_lock import DEVICES_VARIABLE
