@@ -109,6 +109,12 @@ class LazyGroup(TyperGroup):
         return name, self.load(str(command.name)) if command else None, rest
 
 
+def make_group(table: Mapping[str, tuple[str, str]], text: str, **options: Any) -> typer.Typer:
+    """Return a group of commands below a command, which are imported when they are called. text: its help."""
+    group = type("Group", (LazyGroup,), {"table": table})
+    return typer.Typer(cls=group, help=text, add_completion=False, rich_markup_mode=None, **options)
+
+
 app = typer.Typer(
     name="rftdask",
     cls=LazyGroup,

@@ -355,7 +355,8 @@ class BatchCluster(RemoteWorkersCluster):
         self._wake = threading.Event()
         self._closed = threading.Event()
         forget_job()
-        self._scripts = {role: self._script_hash(role) for role in ROLES}
+        scripts = {role: self.script(role, f"{role}-0").encode() for role in ROLES}
+        self._scripts = {role: hashlib.sha256(script).hexdigest()[:16] for role, script in scripts.items()}
         # Workers of an earlier start look for the newest scheduler of the run, so jobs with the scripts of this start
         # keep their place in the queue, or their nodes.
         earlier = read_jobs(storage, self._file)
@@ -549,10 +550,6 @@ class BatchCluster(RemoteWorkersCluster):
     def script(self, role: str, name: str) -> str:
         """Script of a job of this run."""
         return self.job_script(self._config, role, self._num_workers[role], name, self._folder, self._logs)
-
-    def _script_hash(self, role: str) -> str:
-        """Hash of the script of the role's jobs."""
-        return hashlib.sha256(self.script(role, f"{role}-0").encode()).hexdigest()[:16]
 
     def _note(self) -> None:
         write_jobs(self._storage, [job for role in ROLES for job in self._jobs[role]], self._file)

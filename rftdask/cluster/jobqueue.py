@@ -171,21 +171,6 @@ class JobQueueCluster(BatchCluster):
         options = fill_from_environment(config.cluster.options)
         common = {key: value for key, value in options.items() if key not in (*ROLES, CONTROLLER)}
         arguments = {
-            **cls.common_options(config, role, folder),
-            "log_directory": str(log_path),
-            "name": f"{name}-{cls.job_number}-0",
-            **common,
-            **options.get(role, {}),
-        }
-        key = "job_script_prologue"
-        if role in ROLES and (shell := staging(config)):
-            arguments[key] = [*arguments.get(key, ()), *shell]
-        return arguments
-
-    @classmethod
-    def common_options(cls, config: Config, role: str, folder: SecretsDir) -> dict[str, Any]:
-        """Arguments that are the same on all batch systems."""
-        return {
             # Quoted, because it is part of a shell command.
             "scheduler": shlex.join(folder.worker_options(config.cluster.tls, config.cluster.interface)),
             "job_name": f"{JOB_PREFIX}{role}-{config.name.replace('/', '-')}",
@@ -199,7 +184,15 @@ class JobQueueCluster(BatchCluster):
             "worker_extra_args": worker_options(config, role),
             # Replaces the shell of the script, so that the worker receives signals of the batch system.
             "python": f"exec {shlex.quote(config.cluster.python or sys.executable)}",
+            "log_directory": str(log_path),
+            "name": f"{name}-{cls.job_number}-0",
+            **common,
+            **options.get(role, {}),
         }
+        key = "job_script_prologue"
+        if role in ROLES and (shell := staging(config)):
+            arguments[key] = [*arguments.get(key, ()), *shell]
+        return arguments
 
     @classmethod
     def plan_scripts(

@@ -375,13 +375,26 @@ class SlurmStepsCluster(SlurmCluster):
 
     @classmethod
     def job_script(cls, config: Config, role: str, num_workers: int, name: str, folder: SecretsDir, logs: Path) -> str:
-        """Shell of a step."""
+        """Shell of a step whose tasks are workers."""
+        job_id, job = os.environ[_ALLOCATION], getattr(config.cluster.slurm, role)
         shape = cls.shape(config, role, num_workers)
-        return step_script(config, role, shape, name, _worker(config, role, folder, shape.span), logs)
+        gpus = [option for option in directives(job) if option.startswith(("--gres=", "--gpus-per-node="))]
+        # --exact leaves the rest to steps of other roles and runs; memory is shared.
+        options = (f"--jobid={job_id}", "--exact", "--mem=0", "--kill-on-bad-exit=1", *gpus)
+        # `exec` keeps the process id of the shell, which is part of the id of the step.
+        name_options = f'--name "{name}-{job_id}.$$-0" --local-directory "${{TMPDIR:-/tmp}}"'
+        worker = f"{_worker(config, role, folder, shape.span)} {name_options}"
+        command = command_of(config, role, worker, step(job, shape, *options))
+        log = f'exec >>{shlex.quote(str(logs))}/"{name}-{job_id}.$$.log" 2>&1'
+        return "\n".join([log, *job.prologue, *staging(config), f"exec {command}\n"])
 
     def start_job(self, role: str, name: str) -> str:
         """Start an srun."""
-        return start_step(self._folder.write(f"{name}.sh", self.script(role, name)))
+        script = self._folder.write(f"{name}.sh", self.script(role, name))
+        process = subprocess.Popen(["bash", str(script)], stdin=subprocess.DEVNULL, start_new_session=True)
+        job_id = f"{os.environ[_ALLOCATION]}.{process.pid}"
+        _steps[job_id] = process
+        return job_id
 
     @classmethod
     def states(cls, job_ids: Sequence[str]) -> dict[str, str]:
@@ -599,17 +612,9 @@ def asks_for(job: JobConfig, shape: JobShape) -> list[str]:
 
 def directives(job: JobConfig) -> list[str]:
     """Options of a job, for both `#SBATCH` and srun."""
-    options = [
-        ("--partition", job.partition),
-        ("--account", job.account),
-        ("--qos", job.qos),
-        ("--reservation", job.reservation),
-        ("--gres", job.gres),
-        ("--gpus-per-node", job.gpus_per_node),
-        ("--constraint", job.constraint),
-        ("--time", job.walltime),
-    ]
-    named = [f"{name}={value}" for name, value in options if value is not None]
+    keys = ("partition", "account", "qos", "reservation", "gres", "gpus_per_node", "constraint")
+    options = {key: key.replace("_", "-") for key in keys} | {"walltime": "time"}
+    named = [f"--{option}={value}" for key, option in options.items() if (value := getattr(job, key)) is not None]
     return [*named, *["--exclusive"] * job.exclusive, *job.directives]
 
 
@@ -763,27 +768,6 @@ def read_allocation(job_id: str) -> Capacity:
     in_all = re.search(r"(?<![\w/])gres/gpu=(\d+)", told.get("AllocTRES") or told.get("TRES", ""))
     gpus = max(count_gres(told.get("TresPerNode")), int(in_all[1]) // nodes if in_all else 0)
     return Capacity(f"of allocation {job_id}", nodes, int(told.get("NumCPUs", "1")) // nodes, gpus)
-
-
-def step_script(config: Config, role: str, shape: JobShape, name: str, worker: str, logs: Path) -> str:
-    """Shell of a step whose tasks are workers. worker: arguments of Python, without a name."""
-    job_id, job = os.environ[_ALLOCATION], getattr(config.cluster.slurm, role)
-    gpus = [option for option in directives(job) if option.startswith(("--gres=", "--gpus-per-node="))]
-    # --exact leaves the rest to steps of other roles and runs; memory is shared.
-    options = (f"--jobid={job_id}", "--exact", "--mem=0", "--kill-on-bad-exit=1", *gpus)
-    # `exec` keeps the process id of the shell, which is part of the id of the step.
-    name_options = f'--name "{name}-{job_id}.$$-0" --local-directory "${{TMPDIR:-/tmp}}"'
-    command = command_of(config, role, f"{worker} {name_options}", step(job, shape, *options))
-    log = f'exec >>{shlex.quote(str(logs))}/"{name}-{job_id}.$$.log" 2>&1'
-    return "\n".join([log, *job.prologue, *staging(config), f"exec {command}\n"])
-
-
-def start_step(script: Path) -> str:
-    """Start a step. Returns: its id."""
-    process = subprocess.Popen(["bash", str(script)], stdin=subprocess.DEVNULL, start_new_session=True)
-    job_id = f"{os.environ[_ALLOCATION]}.{process.pid}"
-    _steps[job_id] = process
-    return job_id
 
 
 def _process_of(job_id: str) -> psutil.Process | None:

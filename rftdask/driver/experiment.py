@@ -52,19 +52,9 @@ from rftdask.reports.page.report_file import import_ahead, report_run, write_rep
 from rftdask.reports.run_reader import StageReader, stages_of
 from rftdask.reports.summary import RunSummary, summarize
 from rftdask.reports.tracking import open_feeds
+from rftdask.run import run_folder
 from rftdask.run.input_fingerprints import BackgroundHasher, check_inputs_unchanged, copy_sources
 from rftdask.run.lease import DATASET, Lease
-from rftdask.run.run_folder import (
-    RUN_FILE,
-    allocate_run_name,
-    check_run,
-    note_begin,
-    note_end,
-    open_run,
-    private_files,
-    read_run_config,
-    record_run,
-)
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.safe_text import safe
 from rftdask.storage.staging import stage_here
@@ -101,7 +91,7 @@ class Experiment:
                 f"Experiment({config!r}): pass a Config or sections as keywords; use Experiment.from_yaml for a file "
                 "and Experiment.open for a run"
             )
-        self.config = allocate_run_name(config if config is not None else load_config(sections))
+        self.config = run_folder.allocate_run_name(config if config is not None else load_config(sections))
         self.summary: RunSummary | None = None
         """Summary of the most recent `run` in this process."""
         self.client: Client | None = None
@@ -123,7 +113,7 @@ class Experiment:
     def open(cls, url: str | Path) -> Experiment:
         """Open the run in a folder, to view or to continue it. Raises: DataError: not a run folder."""
         storage = open_storage(url)
-        config = read_run_config(storage)
+        config = run_folder.read_run_config(storage)
         # The folder may have moved since the run began.
         place = "/" + "/".join(part for part in (config.project, config.group, config.name) if part)
         if storage.url.endswith(place):
@@ -177,9 +167,9 @@ class Experiment:
         fingerprints = check_inputs_unchanged(stages, inputs, accept=accept_changes)
         layout = plan_run(self.config, stages)
         # Up to here, only datasets of task pipelines were written; `check_inputs` has removed its probe.
-        with private_files(storage, self.config):
-            record_run(storage, self.config)
-            note_begin(storage)
+        with run_folder.private_files(storage, self.config):
+            run_folder.record_run(storage, self.config)
+            run_folder.note_begin(storage)
             logs = LogFolder(storage)
             # Several explorers of one run have one file each, because only one process can rotate a file.
             setup_logging(
@@ -190,7 +180,7 @@ class Experiment:
         try:
             # Exited in reverse order: the cluster ends while Ctrl-C is still handled and the view still works.
             with (
-                private_files(storage, self.config),
+                run_folder.private_files(storage, self.config),
                 ProgressView.create(progress) as view,
                 _stopping_on_interrupt(self, view),
                 start_cluster(self.config, layout, storage) as cluster,
@@ -200,7 +190,7 @@ class Experiment:
                     # Model of the stage before. The config has it, so that run.json records it for a resume.
                     config = replace(config, {"model.model_path": model_path}) if model_path else config
                     stage_storage = open_storage(config.checkpoint_job_dir)
-                    config = open_run(
+                    config = run_folder.open_run(
                         stage_storage,
                         config,
                         fingerprints[number].to_json(),
@@ -247,7 +237,7 @@ class Experiment:
             self._stop_requested = self._may_return = False
             # A failed run also gets a report. If the disk is full, the error already says so.
             with contextlib.suppress(*((StorageError,) if error else ())):
-                note_end(storage, status, error)
+                run_folder.note_end(storage, status, error)
                 if folders:
                     self.summary = summarize(
                         self.config, self.url, folders, status=status, began_s=began_s, error=error
@@ -262,14 +252,15 @@ class Experiment:
         # All stages are checked first, so that a mistake in the last one is reported before the first takes hours. A
         # start after RETURNED skips the slow trials of unchanged code, which an earlier start has passed.
         inputs = check_inputs(
-            stages, tried=RETURNED in os.environ and open_storage(stages[0].checkpoint_job_dir).exists(RUN_FILE)
+            stages,
+            tried=RETURNED in os.environ and open_storage(stages[0].checkpoint_job_dir).exists(run_folder.RUN_FILE),
         )
         for number, config in enumerate(stages):
             # A later stage takes its model from the stage before.
             steps = plan_work(config, inputs[number].sizes).explore_steps if config.mode == "explore" else None
             free = ("model.model_path",) if number else ()
-            check_run(open_storage(config.checkpoint_job_dir), config, free, steps)
-        with private_files(storage, self.config), contextlib.ExitStack() as leases:
+            run_folder.check_run(open_storage(config.checkpoint_job_dir), config, free, steps)
+        with run_folder.private_files(storage, self.config), contextlib.ExitStack() as leases:
             # Two concurrent first starts would write the same files, so the lease rejects the second.
             for stage in missing_datasets(stages):
                 leases.enter_context(Lease(open_storage(stage.checkpoint_job_dir), DATASET))

@@ -213,7 +213,15 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
             tasks += samples
     if not problems and not tried:  # trials need all parts
         with _noted(problems, unchecked):
-            _try_workflows(stage, tasks, problems, unchecked)
+            # Each workflow and reward once, on the first row that names it. In a separate thread, because a notebook
+            # has an event loop in this one.
+            with ThreadPoolExecutor(1, "trial") as thread:
+                trial = thread.submit(lambda: asyncio.run(trial_problems(tasks, stage.explorer)))
+                mistakes, imports, doubts = trial.result()
+            problems += mistakes
+            (problems if unchecked is None else unchecked).extend(imports)
+            for text in doubts:
+                log.warning("a rollout that ends like this one counts as failed and is not trained: %s", text)
     if stage.algorithm.schema_type != "experience" and stage.mode == "train":
         with _noted(problems):
             section, needed = stage.buffer.trainer_input.experience_buffer, stage.buffer.train_batch_size
@@ -244,17 +252,6 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
             "buffer.total_epochs"
         )
     return inputs
-
-
-def _try_workflows(stage: Config, tasks: list[Task], problems: list[str], unchecked: list[str] | None) -> None:
-    """Run each workflow and reward once, on the first row that names it. Raises: UserError: one does not exist."""
-    # In a separate thread, because a notebook has an event loop in this one.
-    with ThreadPoolExecutor(1, "trial") as thread:
-        mistakes, imports, doubts = thread.submit(lambda: asyncio.run(trial_problems(tasks, stage.explorer))).result()
-    problems += mistakes
-    (problems if unchecked is None else unchecked).extend(imports)
-    for text in doubts:
-        log.warning("a rollout that ends like this one counts as failed and is not trained: %s", text)
 
 
 def _check_algorithm(stage: Config) -> None:

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import typer
 
-from rftdask.cli.app import LazyGroup
+from rftdask.cli.app import make_group
 from rftdask.cli.common import Overrides, say
 from rftdask.driver.init_config import bundled, copy_bundled, describe
 
-
-class ExamplesGroup(LazyGroup):
-    """Commands below `rftdask examples`."""
-
-    table: ClassVar = {
+app = make_group(
+    {
         "copy": ("first_steps.examples", "Copy a bundled file or folder, to change and run it."),
         "toy": ("first_steps.toy", "Create a small model that learns sums on a CPU."),
-    }
-
-
-app = typer.Typer(
-    cls=ExamplesGroup,
-    help="List and copy bundled configurations and examples.",
-    add_completion=False,
-    rich_markup_mode=None,
+    },
+    "List and copy bundled configurations and examples.",
 )
 
 
