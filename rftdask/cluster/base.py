@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rftdask.cluster.layout import AUXILIARY_RESOURCE, CONTROL_RESOURCE, EXPLORER_RESOURCE, Layout
 from rftdask.config import Config
@@ -16,7 +16,7 @@ from rftdask.errors import UserError
 from rftdask.storage import Storage
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, SpecCluster
 
 _CLOSE_S = 60.0
 """Longer than the start of a worker on a busy machine, since Dask cannot stop a worker that is starting."""
@@ -139,14 +139,7 @@ def start_cluster(config: Config, layout: Layout, storage: Storage) -> Cluster:
     return find_cluster(config.cluster.type, config.explorer.plugin_dirs).start(config, layout, storage)
 
 
-class Closable(Protocol):
-    """A Dask client or cluster."""
-
-    def close(self, timeout: float) -> object:
-        """Close within `timeout` seconds."""
-
-
-def close_in_turn(*parts: Closable) -> None:
+def close_in_turn(*parts: Client | SpecCluster) -> None:
     """Close Dask's clients and clusters in order. A timeout is only logged, because all results are on storage.
 
     The client comes first, since it would reconnect to a scheduler that ends before it.

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from unittest import mock
 
 from rftdask.cluster.batch_cluster import (
@@ -50,23 +50,6 @@ DRIVER_FILE = "driver.sh"
 _RESTARTS_FILE = "restarts"
 _SUBMIT_MODULE = "rftdask.cli.submit"
 """Module that a driver's job runs near its walltime to submit the next one."""
-
-
-class BatchJob(Protocol):
-    """The part of dask-jobqueue's job that this module uses."""
-
-    cancel_command: ClassVar[str]
-    job_id: str
-    _command_template: str
-    """Command of its script."""
-
-    def __init__(self, **options: Any) -> None: ...
-
-    async def start(self) -> object:
-        """Write and submit the script."""
-
-    def job_script(self) -> str:
-        """Text of the script."""
 
 
 class JobQueueCluster(BatchCluster):
@@ -145,18 +128,17 @@ class JobQueueCluster(BatchCluster):
                     raise
 
     @classmethod
-    def load_job_class(cls) -> type[BatchJob]:
-        """Job class of dask-jobqueue. Imported late: an optional package that reads its configuration when imported."""
+    def load_job_class(cls) -> Any:
+        """Job class of dask-jobqueue, an optional package that reads its configuration when it is imported."""
         module, _, name = cls.job_class.rpartition(".")
         # Its import installs a handler of SIGINT, which the driver needs, and which fails outside the main thread.
         with mock.patch.object(signal, "signal"):
-            job_class: type[BatchJob] = getattr(importlib.import_module(module), name)
-        return job_class
+            return getattr(importlib.import_module(module), name)
 
     @classmethod
     def job_script(cls, config: Config, role: str, num_workers: int, name: str, folder: SecretsDir, logs: Path) -> str:
         """Script of a job of a role, which has `num_workers` workers in total."""
-        return cls.load_job_class()(**cls.job_options(config, role, name, folder, logs)).job_script()
+        return str(cls.load_job_class()(**cls.job_options(config, role, name, folder, logs)).job_script())
 
     def start_job(self, role: str, name: str) -> str:
         """Submit a job. Returns: its id. Raises: RftError, RuntimeError, TimeoutError, OSError, ValueError: refused."""
@@ -250,7 +232,7 @@ class JobQueueCluster(BatchCluster):
         return "\n".join([*texts, f"# {folder.path / DRIVER_FILE}\n{plan.driver}"])
 
     @classmethod
-    def controller(cls, config: Config, folder: SecretsDir, logs: Path) -> BatchJob:
+    def controller(cls, config: Config, folder: SecretsDir, logs: Path) -> Any:
         """Job of the driver, with `cluster.options.controller`."""
         options = cls.job_options(config, CONTROLLER, CONTROLLER, folder, logs)
         job = cls.load_job_class()(**options)
@@ -323,7 +305,7 @@ class HTCondorCluster(JobQueueCluster):
     job_number: ClassVar[str] = "$(ClusterId).$(ProcId)"  # in the submit file, because jobs have no variable
 
     @classmethod
-    def controller(cls, config: Config, folder: SecretsDir, logs: Path) -> BatchJob:
+    def controller(cls, config: Config, folder: SecretsDir, logs: Path) -> Any:
         """Run in the universe `local`, on the submitting machine, since other machines may not submit jobs."""
         options = config.cluster.options
         controller = options.get(CONTROLLER, {})

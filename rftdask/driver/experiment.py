@@ -32,7 +32,7 @@ from rftdask.config.plan import StageWork, plan_work
 from rftdask.data.task_pipeline import make_datasets, missing_datasets
 from rftdask.driver.jobs import connect
 from rftdask.driver.memory_estimate import gpu_shortages, host_shortages, job_shortages, raise_shortages
-from rftdask.driver.preflight import Inputs, check_inputs
+from rftdask.driver.preflight import check_inputs
 from rftdask.driver.stage import StageRun
 from rftdask.errors import DataError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, StepFinished
@@ -53,7 +53,7 @@ from rftdask.reports.run_reader import StageReader, stages_of
 from rftdask.reports.summary import RunSummary, summarize
 from rftdask.reports.tracking import open_feeds
 from rftdask.run import run_folder
-from rftdask.run.input_fingerprints import BackgroundHasher, check_inputs_unchanged, copy_sources
+from rftdask.run.input_fingerprints import BackgroundHasher, Inputs, check_inputs_unchanged, copy_sources
 from rftdask.run.lease import DATASET, Lease
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.safe_text import safe

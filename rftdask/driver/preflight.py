@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 from rftdask.rollouts.try_workflow import trial_problems
 from rftdask.rollouts.workflows.registry import find_workflow
-from rftdask.run.input_fingerprints import MODEL_FILES
+from rftdask.run.input_fingerprints import MODEL_FILES, Inputs
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.checked_json import parse_object
 from rftdask.synchronizer.styles import make_sync_rules
@@ -55,18 +54,6 @@ _CHECKPOINT_FACTOR = 4
 _SPARE_BYTES = 64 << 20
 _NUM_CHECKED_ROWS = 100
 """Rows of a supervised dataset that are checked."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Inputs of a stage that its checks have read."""
-
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Number of rows by taskset name; a supervised dataset is "dataset"."""
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """Content hashes by the same names, with the prefix "eval/" for evaluation data."""
-    modules: set[str] = field(default_factory=set)
-    """Names of the modules of workflows and rewards."""
 
 
 def check_inputs(stages: list[Config], *, elsewhere: bool = False, tried: bool = False) -> list[Inputs]:

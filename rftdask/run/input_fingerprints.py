@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.config import Config
@@ -57,16 +57,16 @@ _EVALUATES = "eval/"
 log = logging.getLogger(__name__)
 
 
-class Inputs(Protocol):
-    """Results of the checks of a stage (preflight.Inputs)."""
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a stage that its checks have read (driver/preflight.py)."""
 
-    @property
-    def fingerprints(self) -> Mapping[str, str]:
-        """Content hashes of the training data, by the name of the dataset."""
-
-    @property
-    def modules(self) -> Iterable[str]:
-        """Names of the modules that define workflows and rewards of the stage."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Number of rows by taskset name; a supervised dataset is "dataset"."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Content hashes by the same names, with the prefix "eval/" for evaluation data."""
+    modules: set[str] = field(default_factory=set)
+    """Names of the modules of workflows and rewards."""
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ import pytest
 
 from rftdask.config import Config, load_config
 from rftdask.config.plugins import SUBMITTED
-from rftdask.driver.preflight import Inputs, check_inputs
+from rftdask.driver.preflight import check_inputs
 from rftdask.errors import DamagedError, DataError
 from rftdask.models.toy import build_toy_model
 from rftdask.run.input_fingerprints import (
     BackgroundHasher,
     InputFingerprints,
+    Inputs,
     accepted_changes,
     check_inputs_unchanged,
     copy_for_jobs,
