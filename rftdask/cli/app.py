@@ -46,7 +46,7 @@ COMMANDS = {
     "logs": ("jobs", "Print the last lines of the logs of a run."),
     "cancel": ("jobs", "End a run with a checkpoint, wherever it runs."),
     "attach": ("jobs", "List the workers of a run's cluster and their tasks."),
-    "status": ("status", "Print the progress of a run from its files."),
+    "status": ("jobs", "Print the progress of a run from its files."),
     "report": ("results.reports", "Write the report of a run as one HTML page."),
     "convert": ("results.models", "Write a checkpoint as a Hugging Face folder."),
     "push": ("results.models", "Upload a checkpoint to the Hugging Face Hub."),
