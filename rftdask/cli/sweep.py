@@ -29,7 +29,7 @@ from rftdask.cluster.slurm import SlurmCluster
 from rftdask.config import Config, load_config
 from rftdask.driver.preflight import check_inputs
 from rftdask.errors import DataError, UserError
-from rftdask.reports.run_reader import open_stages
+from rftdask.reports.run_reader import StageReader, open_stages
 from rftdask.run.input_fingerprints import check_inputs_unchanged
 from rftdask.run.run_folder import read_end
 from rftdask.storage import open_storage
@@ -212,19 +212,21 @@ def submit_sweep(points: Sequence[Point], at_most: int, say: Callable[[str], Non
         jobs.append(job.job_id)
 
 
-def _outcome(point: Point) -> Outcome:
-    storage = open_storage(point.config.checkpoint_job_dir)
+def _stages(point: Point) -> list[StageReader]:
     try:
-        stages = [stage for stage in open_stages(storage.url) if stage.has_begun]
+        return [stage for stage in open_stages(point.config.checkpoint_job_dir) if stage.has_begun]
     except DataError:
-        return Outcome(point, "not started")
-    if not stages:
+        return []
+
+
+def _outcome(point: Point) -> Outcome:
+    if not (stages := _stages(point)):
         return Outcome(point, "not started")
     accuracies = [accuracy.value for stage in stages for accuracy in stage.accuracies]
     last = stages[-1]
     return Outcome(
         point,
-        read_end(storage) or "running or stopped",
+        read_end(open_storage(point.config.checkpoint_job_dir)) or "running or stopped",
         last.ledger.last_step() or None,
         next(reversed(last.values("trainer", "reward")), None),
         accuracies[0] if accuracies else None,
@@ -303,13 +305,9 @@ def plot_sweep(points: Sequence[Point]) -> Figure:
 
 
 def _curve(point: Point, role: str, metric: str) -> list[tuple[int, float]]:
-    try:
-        stages = [stage for stage in open_stages(point.config.checkpoint_job_dir) if stage.has_begun]
-    except DataError:
+    frame = stages[-1].metrics if (stages := _stages(point)) else None
+    if frame is None or metric not in frame:
         return []
-    if not stages or metric not in stages[-1].metrics:
-        return []
-    frame = stages[-1].metrics
     rows = frame[frame["role"] == role].dropna(subset=[metric])
     return list(zip(rows["step"].tolist(), rows[metric].tolist(), strict=True))
 
