@@ -28,8 +28,8 @@ class UnitFuture(Protocol):
     def exception(self) -> BaseException | None:
         """Exception of the task. None: no exception."""
 
-    def result(self, timeout: float) -> RolloutResult:
-        """Raises: TimeoutError; CancelledError: it was lost; what the task raised."""
+    def result(self) -> RolloutResult:
+        """Raises: CancelledError: it was lost; what the task raised."""
         ...
 
 

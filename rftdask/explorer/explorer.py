@@ -61,7 +61,7 @@ from rftdask.explorer.task_order import make_task_order
 from rftdask.explorer.unit_claims import EVALUATIONS, Claims
 from rftdask.monitor.events import Evaluated, Event, Note, StepFinished
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.processes.dask_task import LEAVING_TOPIC, workers_of
+from rftdask.processes.dask_task import LEAVING_TOPIC, fetch, workers_of
 from rftdask.rollouts.work_unit_task import (
     ADMITTED_TOPIC,
     BEGAN_TOPIC,
@@ -81,8 +81,8 @@ MAX_ATTEMPTS = 4
 """Attempts at a work unit that raises a temporary error. Failed rollouts and lost workers do not count."""
 _TICK_S = 0.25
 """Longest wait for a result in one pass of the loop."""
-_RESULT_S = 10.0
-"""Seconds to fetch a result, which is small. Dask would try for minutes if the worker has died."""
+_RESULT_S = 600.0
+"""Seconds to fetch a result, which is small, while Dask knows of no lost worker."""
 _RESULT_POLL_INTERVAL_S = 1.0
 """Seconds between checks for cancellation while a result is fetched."""
 _AUDIT_EVERY_S = 2.0
@@ -552,11 +552,14 @@ class Explorer:
                 self._take_failure(unit, future, future.exception() if future.status == "error" else None)
 
     def _fetch_result(self, future: UnitFuture) -> RolloutResult | None:
-        # None: the task raised an error, or its worker was lost after it had ended.
-        deadline = time.monotonic() + (_RESULT_S if future.status == "finished" else 0.0)
-        while time.monotonic() < deadline and not self._cancelled():
+        # None: the task raised an error, or its worker was lost after it had ended, which Dask shows in the status.
+        # A worker that only answers slowly is not lost.
+        if future.status != "finished":
+            return None
+        fetched, deadline = fetch(future), time.monotonic() + _RESULT_S
+        while future.status == "finished" and time.monotonic() < deadline and not self._cancelled():
             try:
-                return future.result(timeout=_RESULT_POLL_INTERVAL_S)
+                return fetched.result(_RESULT_POLL_INTERVAL_S)
             except TimeoutError:
                 continue
             except CancelledError:

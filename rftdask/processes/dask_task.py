@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypedDict
+from concurrent.futures import Future
+from typing import Any, Protocol, TypedDict, TypeVar
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 
 LEAVING_TOPIC = "rftdask-leaving"
 """Topic with the addresses of workers that their batch system ends, so that their tasks are not crash suspects."""
@@ -48,6 +53,31 @@ def workers_of(client: AsksScheduler) -> Mapping[str, WorkerInfo]:
 def host_of(address: str) -> str:
     """Host of a Dask address such as tcp://10.0.0.7:4001."""
     return address.rsplit(":", 1)[0].split("//")[-1]
+
+
+class Fetchable(Protocol[T_co]):
+    """The part of a `distributed.Future` that `fetch` uses."""
+
+    def result(self) -> T_co:
+        """Return the result of the task. Raises: what the task raised; CancelledError: it was lost."""
+
+
+def fetch(future: Fetchable[T]) -> Future[T]:
+    """Begin to fetch the result of a Dask task; call `result(timeout_s)` of what this returns any number of times.
+
+    Never give Dask the timeout: in distributed 2026.7 and 2026.8, one result that times out while it waits behind five
+    others makes every later result of its client raise. Here a thread waits, and stays behind if its caller gives up.
+    """
+    fetched = Future[T]()
+
+    def wait() -> None:
+        try:
+            fetched.set_result(future.result())
+        except BaseException as error:  # also asyncio's CancelledError; the caller raises it
+            fetched.set_exception(error)
+
+    threading.Thread(target=wait, name="fetch-result", daemon=True).start()
+    return fetched
 
 
 def make_cancel_check() -> Callable[[], bool]:

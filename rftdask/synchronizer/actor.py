@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 from distributed import Client, Future, KilledWorker
 
 from rftdask.errors import RoleError, StorageError, WaitTimeout
+from rftdask.processes.dask_task import Fetchable, fetch
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.published import Published, latest_published
 
@@ -107,7 +108,7 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Pending(Protocol[Result]):
-    """Common part of `distributed.Future` and `ActorFuture`."""
+    """The part of `distributed.ActorFuture` that a handle uses."""
 
     def result(self, timeout: float) -> Result:
         """Raises: TimeoutError: no result within `timeout` seconds."""
@@ -126,7 +127,7 @@ class ActorProxy(Protocol):
 class DatasetClient(Protocol):
     """The part of a distributed.Client that a handle uses."""
 
-    def get_dataset(self, name: str, /) -> Pending[ActorProxy]:
+    def get_dataset(self, name: str, /) -> Fetchable[ActorProxy]:
         """Dataset published as `name`. Raises: KeyError: there is none."""
 
 
@@ -214,7 +215,7 @@ class SyncHandle:
             if self._client is None:
                 raise RuntimeError("no Dask client; reading the pointer instead")
             # Looked up again after each failure, since a new generation may own the name by then.
-            self._actor = self._client.get_dataset(ACTOR_NAME).result(timeout=_ANSWER_GRACE_S)
+            self._actor = fetch(self._client.get_dataset(ACTOR_NAME)).result(_ANSWER_GRACE_S)
         return self._actor
 
 
@@ -238,7 +239,7 @@ def start_synchronizer(
         allow_other_workers=True,
     )
     try:
-        future.result(timeout=60)
+        fetch(future).result(60)
     except KilledWorker:
         # The status of the future shows the loss, and no role depends on the actor.
         log.info("the worker of the synchronizer was lost during its start")

@@ -59,7 +59,7 @@ class FakeFuture:
         """Error of the task. None: still running."""
         return self._outcome if isinstance(self._outcome, Exception) else None
 
-    def result(self, timeout: float) -> RolloutResult:
+    def result(self) -> RolloutResult:
         """Result of the task. Raises: its error; TimeoutError at once if it is still running."""
         if isinstance(self._outcome, Exception):
             raise self._outcome

@@ -38,7 +38,7 @@ from rftdask.errors import (
 )
 from rftdask.monitor.events import CODEC, Ended
 from rftdask.processes.child import LOG_LEVEL, Child
-from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, host_of, make_cancel_check, workers_of
+from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, fetch, host_of, make_cancel_check, workers_of
 from rftdask.synchronizer.transports.dask_broadcast import serve_blocks
 from rftdask.trainer.flight_recorder import forget, left_behind, recording
 
@@ -53,8 +53,8 @@ _CANCEL_TIMEOUT_S = 30.0
 _POLL_INTERVAL_S = 0.05
 _CAUSE_TIMEOUT_S = 5.0
 """Seconds to wait for the error of the rank that failed first, if its peers report their loss of it before."""
-_RESULT_TIMEOUT_S = 10.0
-"""Seconds to fetch a result, which is small. Dask would retry for minutes if its worker died."""
+_RESULT_TIMEOUT_S = 600.0
+"""Seconds to fetch a result, which is small, while Dask knows of no lost worker."""
 MAX_TAKEN = 20
 """Largest number of losses without a new step to a batch system that takes workers (preemption, walltime)."""
 _FAILED = ("error", "cancelled", "lost")
@@ -290,7 +290,7 @@ class Gang:
 
     def _watch(self, futures: Sequence[Future[Ended]], addresses: Sequence[str]) -> Ended:
         """Wait until all ranks have ended, or one has failed. Raises: the error that caused the others."""
-        changed = threading.Event()
+        changed, fetched, deadline = threading.Event(), None, 0.0
         for future in futures:
             future.add_done_callback(lambda _: changed.set())
         while True:
@@ -298,11 +298,11 @@ class Gang:
             if any(future.status in _FAILED for future in futures):
                 raise self._cause(futures, addresses)
             if done:
-                try:
-                    result: Ended = futures[0].result(timeout=_RESULT_TIMEOUT_S)
-                except TimeoutError as error:
-                    raise ProcessLostError("rank 0 ended, but its result was lost with its worker") from error
-                return result
+                fetched, deadline = fetched or fetch(futures[0]), deadline or time.monotonic() + _RESULT_TIMEOUT_S
+                with suppress(TimeoutError):
+                    return fetched.result(_MESSAGE_INTERVAL_S)
+                if time.monotonic() > deadline:
+                    raise ProcessLostError(f"rank 0 ended, but its result did not arrive in {_RESULT_TIMEOUT_S:.0f} s")
             if self.cancelled():
                 raise RoleError("the run ended while the trainer was at work")
             changed.wait(_MESSAGE_INTERVAL_S)

@@ -8,15 +8,18 @@ import signal
 import threading
 import time
 from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, wait
 
+import rftdask
 from rftdask.cluster.layout import Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster as OurCluster
 from rftdask.errors import RoleError
 from rftdask.processes.dask_cluster import connect
-from rftdask.processes.dask_task import workers_of
+from rftdask.processes.dask_task import fetch, workers_of
 
 
 def test_workers_are_listed_while_the_client_polls() -> None:
@@ -73,3 +76,30 @@ def test_a_client_with_a_cancelled_start_starts_again(monkeypatch: pytest.Monkey
         cancelled = 9
         with pytest.raises(RoleError, match="cancelled in 3 attempts"):
             connect(cluster)
+
+
+def test_results_arrive_after_a_worker_was_silent_for_a_while() -> None:
+    """With a timeout of Dask's own, the sixth result that waits makes each later one of the client raise."""
+    options: dict[str, Any] = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(**options) as cluster, connect(cluster) as client:
+        futures = [client.submit(int, str(number), pure=False) for number in range(8)]
+        wait(futures, timeout=60)
+        (pid,) = client.run(os.getpid).values()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            fetched = []
+            for future in futures:
+                fetched.append(fetch(future))
+                with pytest.raises(TimeoutError):
+                    fetched[-1].result(0.2)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert [result.result(60) for result in fetched] == list(range(8))
+        assert fetch(client.submit(int, "9")).result(60) == 9
+
+
+def test_no_result_of_dask_has_a_timeout_of_its_own() -> None:
+    """Futures of threads take it by position; an ActorFuture has a wait of its own."""
+    root = Path(rftdask.__file__).parent
+    others = {root / "storage" / "doctor.py", root / "synchronizer" / "actor.py"}
+    assert [file for file in root.rglob("*.py") if ".result(timeout=" in file.read_text() and file not in others] == []

@@ -49,7 +49,7 @@ class FakeFuture:
     def exception(self) -> BaseException | None:
         return self.outcome if isinstance(self.outcome, BaseException) else None
 
-    def result(self, timeout: float) -> Any:
+    def result(self) -> Any:
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
