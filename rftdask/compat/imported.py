@@ -5,8 +5,10 @@ It knows no system. Invariant: every key of the other file is reported, as taken
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,12 +20,18 @@ from rftdask.config.trinity.translate import give
 class Key:
     """Translation of one key of another system."""
 
-    ours: str
+    ours: str = ""
     """Key here; "": there is none."""
     default: Any = None
     """Default in the other system if it differs from ours. None: not set."""
     why: str = ""
     """Reason why a key is left, or what to do instead."""
+
+
+def read_keys(table: str) -> dict[str, Key]:
+    """Return a table of keys.toml."""
+    tables = tomllib.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
+    return {key: Key(entry) if isinstance(entry, str) else Key(**entry) for key, entry in tables[table].items()}
 
 
 @dataclass

@@ -10,7 +10,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from rftdask.compat.imported import Imported, Key
+from rftdask.compat.imported import Imported, read_keys
 from rftdask.errors import DataError
 
 _RATE = {"GRPO": 1e-6, "RLOO": 1e-6, "SFT": 2e-5, "DPO": 1e-6, "KTO": 1e-6, "Reward": 1e-4}
@@ -24,55 +24,7 @@ _AGGREGATIONS = {
     "dr_grpo": "seq-mean-token-sum-norm",
 }
 _LOSSES = ("cispo", "sapo", "vespo")
-_VLLM = "explorer.rollout_model."
-KEYS = {
-    "weight_decay": Key("algorithm.optimizer.weight_decay", 0.0),
-    "max_grad_norm": Key("trainer.grad_clip", 1.0),
-    "lr_scheduler_type": Key("algorithm.optimizer.lr_scheduler_type", "linear"),
-    "lr_scheduler_kwargs": Key("algorithm.optimizer.lr_scheduler_args"),
-    "warmup_ratio": Key("algorithm.optimizer.lr_warmup_steps_ratio"),
-    "warmup_steps": Key("algorithm.optimizer.lr_warmup_steps"),
-    "num_train_epochs": Key("buffer.total_epochs", 3),
-    "max_steps": Key("trainer.total_steps"),
-    "save_steps": Key("trainer.save_interval", 500),
-    "save_total_limit": Key("trainer.max_checkpoints_to_keep"),
-    "seed": Key("seed", 42),
-    "gradient_checkpointing": Key("trainer.gradient_checkpointing", True),
-    "trust_remote_code": Key("model.trust_remote_code"),
-    "chat_template_path": Key("model.chat_template_path"),
-    "run_name": Key("name"),
-    "output_dir": Key("checkpoint_root_dir"),
-    "router_aux_loss_coef": Key("trainer.router_aux_loss_coef"),
-    "bf16": Key("", why="the dtype follows the device: bfloat16 on GPUs, float32 on CPUs"),
-    "fp16": Key("", why="the dtype follows the device: bfloat16 on GPUs, float32 on CPUs"),
-    "logging_steps": Key("", why="every step is logged"),
-    "report_to": Key("", why="monitor.monitor_type (wandb, trackio, swanlab, mlflow, tensorboard)"),
-    "push_to_hub": Key("", why="rftdask push RUN OWNER/NAME, after the run"),
-    "log_completions": Key("", why="every answer is in the run's files: rftdask studio"),
-    "resume_from_checkpoint": Key("", why="the same command continues a run"),
-    "deepspeed": Key("", why="trainer.trainer_strategy: fsdp2"),
-    "fsdp": Key("", why="trainer.trainer_strategy: fsdp2"),
-    "packing": Key("", why="rows are always packed, and never attend to each other"),
-    "padding_free": Key("", why="rows are always packed, and never attend to each other"),
-    "dataset_num_proc": Key("", why="datasets are read as they are trained"),
-    "remove_unused_columns": Key("", why="all columns of a row are in task.row"),
-    "vllm_mode": Key("", why="chosen by GPUs: cluster.colocate (docs/trainer.md)"),
-}
-"""Keys of all configurations of TRL and transformers."""
-ROLLOUT_KEYS = {
-    "num_generations": Key("algorithm.repeat_times", 8),
-    "max_prompt_length": Key("model.max_prompt_tokens", 512),
-    "max_completion_length": Key("model.max_response_tokens", 512),
-    "temperature": Key("model.temperature"),
-    "top_p": Key("model.top_p"),
-    "repetition_penalty": Key("model.repetition_penalty"),
-    "num_iterations": Key("trainer.ppo_epochs"),
-    "vllm_gpu_memory_utilization": Key(f"{_VLLM}gpu_memory_utilization", 0.3),
-    "vllm_tensor_parallel_size": Key(f"{_VLLM}tensor_parallel_size"),
-    "vllm_max_model_length": Key("", why="set by model.max_prompt_tokens and max_response_tokens"),
-    "shuffle_dataset": Key("", why="buffer.explorer_input.taskset.data_selector"),
-}
-"""Keys of configurations with rollouts."""
+KEYS, ROLLOUT_KEYS = read_keys("trl"), read_keys("trl_rollouts")
 
 
 def read_trl(path: str | Path) -> Imported:

@@ -7,54 +7,12 @@ from typing import Any
 
 import yaml
 
-from rftdask.compat.imported import Imported, Key
+from rftdask.compat.imported import Imported, Key, read_keys
 from rftdask.config.trinity.translate import NEEDLESS, VERL, leaves
 from rftdask.errors import DataError
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_OF_RAY = "it configures Ray; Dask workers are configured in section cluster (docs/slurm.md)"
-KEYS = {
-    "data.train_batch_size": Key("buffer.batch_size", 1024),
-    "data.max_prompt_length": Key("model.max_prompt_tokens", 512),
-    "data.max_response_length": Key("model.max_response_tokens", 512),
-    "actor_rollout_ref.model.path": Key("model.model_path"),
-    "actor_rollout_ref.model.trust_remote_code": Key("model.trust_remote_code"),
-    f"{_ROLLOUT}.n": Key("algorithm.repeat_times", 1),
-    f"{_ROLLOUT}.name": Key("explorer.rollout_model.engine_type", "vllm"),
-    f"{_ROLLOUT}.temperature": Key("model.temperature"),
-    f"{_ROLLOUT}.top_p": Key("model.top_p"),
-    f"{_ROLLOUT}.top_k": Key("model.top_k"),
-    f"{_ROLLOUT}.tensor_model_parallel_size": Key("explorer.rollout_model.tensor_parallel_size", 2),
-    f"{_ROLLOUT}.gpu_memory_utilization": Key("explorer.rollout_model.gpu_memory_utilization", 0.5),
-    f"{_ROLLOUT}.enforce_eager": Key("explorer.rollout_model.enforce_eager"),
-    f"{_ROLLOUT}.load_format": Key("", why="engines load the published files"),
-    f"{_ACTOR}.strategy": Key("trainer.trainer_strategy", "fsdp2"),
-    f"{_ACTOR}.loss_agg_mode": Key("algorithm.loss_agg_mode", "token-mean"),
-    f"{_ACTOR}.clip_ratio": Key("", why="clip_ratio_low and clip_ratio_high are given and win"),
-    f"{_ACTOR}.fsdp_config.fsdp_size": Key("", why="trainer.num_ranks says how many ranks share the weights"),
-    "actor_rollout_ref.hybrid_engine": Key("", why="chosen by GPUs: cluster.colocate (docs/trainer.md)"),
-    f"{_ACTOR}.optim.lr_warmup_steps_ratio": Key("algorithm.optimizer.lr_warmup_steps_ratio"),
-    "critic.model.path": Key("model.critic_model_path"),
-    "algorithm.gamma": Key("algorithm.advantage_fn_args.gamma"),
-    "algorithm.lam": Key("algorithm.advantage_fn_args.lam"),
-    "trainer.total_epochs": Key("buffer.total_epochs", 30),
-    "trainer.total_training_steps": Key("trainer.total_steps"),
-    "trainer.project_name": Key("project", "verl_examples"),
-    "trainer.experiment_name": Key("name", "gsm8k"),
-    "trainer.default_local_dir": Key("checkpoint_root_dir"),
-    "trainer.nnodes": Key("cluster.node_num", 1),
-    "trainer.n_gpus_per_node": Key("cluster.gpu_per_node", 8),
-    "trainer.test_freq": Key("explorer.eval_interval"),
-    "trainer.val_before_train": Key("", why="evaluations begin before the first step"),
-    "trainer.resume_mode": Key("", why="the same command continues a run"),
-    "trainer.logger": Key(
-        "",
-        why="monitor.monitor_type, and monitor.extra_monitors; metrics are always in files and on the console",
-    ),
-    "ray_init.num_cpus": Key("", why=_OF_RAY),
-    "ray_kwargs.ray_init.num_cpus": Key("", why=_OF_RAY),
-    **{key: Key(ours) for key, ours in VERL.items()},
-}
+KEYS = read_keys("verl") | {key: Key(ours) for key, ours in VERL.items()}
 """Keys of verl with one key here. `read_verl` translates those that need more than one."""
 ESTIMATORS = {
     "gae": "ppo",
