@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,6 +26,16 @@ T = TypeVar("T")
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "repetition_penalty", "tools")
 _WITHOUT_EFFECT = {"logprobs", "n", "seed"}
 """Logprobs are always recorded, seeds belong to the rollout, and n is the number of calls."""
+
+
+def _blocking(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that waits for the result of an asynchronous one."""
+
+    @wraps(method)
+    def wait(self: ModelWrapper, *args: Any, **options: Any) -> Any:
+        return self._wait(method(self, *args, **options))
+
+    return wait
 
 
 class ModelWrapper:
@@ -99,26 +110,10 @@ class ModelWrapper:
         converted.is_conversation = True
         return converted
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[Experience]:
-        """See chat_async."""
-        answers: list[Experience] = self._wait(self.chat_async(messages, **options))
-        return answers
-
-    def generate(self, prompts: Sequence[str] | str, **options: Any) -> list[Experience]:
-        """See generate_async."""
-        answers: list[Experience] = self._wait(self.generate_async(prompts, **options))
-        return answers
-
-    def logprobs(self, tokens: Sequence[int], temperature: float | None = None) -> Any:
-        """See logprobs_async."""
-        return self._wait(self.logprobs_async(tokens, temperature))
-
-    def convert_messages_to_experience(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, temperature: float | None = None
-    ) -> Experience:
-        """See convert_messages_to_experience_async."""
-        converted: Experience = self._wait(self.convert_messages_to_experience_async(messages, tools, temperature))
-        return converted
+    chat = _blocking(chat_async)
+    generate = _blocking(generate_async)
+    logprobs = _blocking(logprobs_async)
+    convert_messages_to_experience = _blocking(convert_messages_to_experience_async)
 
     # ---- openai's interface
 
