@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from rftdask.buffer.log.schema import EXPERTS_COLUMN
 from rftdask.buffer.log.shard import ShardName
@@ -73,7 +73,7 @@ class CompactedShards:
     """
 
     def __init__(self, storage: Storage, folder: str) -> None:
-        self._storage = storage
+        self._storage, self._log_folder = storage, folder
         self._folder = f"{folder}/{COMPACT}"
         self._records: dict[str, MergedFile] = {}  # By path without suffix. Records never change.
         self._places: dict[str, tuple[str, int]] = {}  # Shard -> file and row group.
@@ -85,12 +85,8 @@ class CompactedShards:
         self._open: tuple[str, Path] | None = None
         self._group: tuple[tuple[str, int], pa.Table] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"storage": self._storage, "folder": self._folder.removesuffix(f"/{COMPACT}")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Locks and open files do not pickle; records are read again.
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[CompactedShards], tuple[Storage, str]]:
+        return CompactedShards, (self._storage, self._log_folder)
 
     def names(self, first_bucket: str = "", last_bucket: str | None = None) -> set[ShardName]:
         """Return the names of all shards in the files of these buckets, by one listing and one read per new record.

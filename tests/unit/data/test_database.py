@@ -1,9 +1,5 @@
-"""Datasets in a database, here SQLite. Promises:
-
-- rows of a table or a view have the values of a file, in the order of the primary key, or without one in the order of
-  the table; a source without an order is refused;
-- the fingerprint depends on the content: a changed table is another dataset, the same content is the same dataset;
-- reading changes nothing and creates no database; an error names table and URL, and no password.
+"""Promises of datasets in a database, here SQLite: rows have the values of a file and a fixed order, the fingerprint
+follows the content, reading changes nothing, and errors name table and URL, but no password.
 """
 
 from __future__ import annotations

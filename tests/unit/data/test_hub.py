@@ -4,6 +4,7 @@ names there is one request, even if the server accepts it and stays silent, and 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -28,25 +29,18 @@ class Server:
 
     def __init__(self, listens: bool) -> None:
         self.listens = listens
-        self.num_connections = 0
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
+        self.taken: list[socket.socket] = []
+        self.socket = socket.socket()
+        self.socket.bind(("127.0.0.1", 0))
         if listens:
-            self._socket.listen()
+            self.socket.listen()
             threading.Thread(target=self._take, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
 
     def _take(self) -> None:
-        taken = []
-        while True:
-            try:
-                taken.append(self._socket.accept()[0])
-            except OSError:
-                return
-            self.num_connections += 1
-
-    def close(self) -> None:
-        self._socket.close()
+        with contextlib.suppress(OSError):
+            while True:
+                self.taken.append(self.socket.accept()[0])
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +59,7 @@ def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
     monkeypatch.setattr(hub, "_ANSWER_TIMEOUT_S", 1.0)
     yield server
-    server.close()
+    server.socket.close()
 
 
 def put_in_cache(cache: Path, name: str, *, whole: bool) -> Path:
@@ -84,7 +78,7 @@ def test_a_cached_model_is_its_folder_in_the_cache(cache: Path, silent: Server) 
     assert local_model(MODEL) == str(snapshot)
     require_model(MODEL, "model.model_path")
     assert read_shape(MODEL).num_parameters == read_shape(str(snapshot)).num_parameters
-    assert silent.num_connections == 0
+    assert len(silent.taken) == 0
 
 
 def test_an_incomplete_cached_model_is_requested(cache: Path, silent: Server) -> None:
@@ -105,7 +99,7 @@ def test_a_model_that_is_nowhere_is_one_line_after_one_request(silent: Server) -
     assert line.endswith(
         "pass a local copy (run hf download rftdask-tests/no-such-model --local-dir DIR on a machine with a network)"
     )
-    assert silent.num_connections == silent.listens
+    assert len(silent.taken) == silent.listens
 
 
 def test_a_dataset_that_is_nowhere_is_one_line_after_one_request(silent: Server) -> None:
@@ -117,7 +111,7 @@ def test_a_dataset_that_is_nowhere_is_one_line_after_one_request(silent: Server)
         f"{silent.url} does not answer ("
     )
     assert "hf download rftdask-tests/no-such-rows --repo-type dataset --local-dir DIR" in line
-    assert silent.num_connections == silent.listens
+    assert len(silent.taken) == silent.listens
 
 
 def test_any_answer_of_the_hub_counts(monkeypatch: pytest.MonkeyPatch) -> None:

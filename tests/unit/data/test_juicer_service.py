@@ -1,8 +1,5 @@
-"""Promises of `service.data_juicer.server_url`: rows go to a service in the protocol of the reference system.
-
-- It makes the same dataset as a process, but reports all operators together.
-- A lost session is created again; invalid answers raise typed errors with the text of the service.
-- The service of the reference system is tested if its package is installed.
+"""Promises of `service.data_juicer.server_url`: a service makes the dataset of a process, a lost session is created
+again, and invalid answers raise typed errors. The service of the reference system is tested if it is installed.
 """
 
 import json

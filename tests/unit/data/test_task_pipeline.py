@@ -1,10 +1,6 @@
-"""Promises of `data_processor.task_pipeline`, with fake_data_juicer in an environment of its own.
-
-- Each remaining row has its origin and is unchanged except by operators; each dropped row has a reason; rows are
-  ordered by priority.
-- An existing dataset is reused without Data-Juicer; a different pipeline in its folder is refused.
-- Operators cannot install packages; missing ones are reported with the command.
-- A process that dies, hangs or fails raises a typed error with its last output, and leaves no orphans.
+"""Promises of `data_processor.task_pipeline`, with fake_data_juicer in an environment of its own: each row is unchanged
+except by operators, or dropped for a reason; a made dataset is reused; operators install nothing; a process that dies,
+hangs or fails raises a typed error with its last output, and leaves no orphans.
 """
 
 import ast

@@ -1,10 +1,7 @@
-"""Promises of every storage, tested on each backend:
+"""Promises of every storage (rftdask/storage/base.py), tested on each backend; S3 is a local moto server.
 
-- put and put_new are whole or absent; put_new has one winner; list is never stale and never shows unfinished writes;
-- a path names one place below the root on every backend; errors are ours and have advice.
-
-S3 is the real protocol against a local moto server. Data is prepared without the method under test where the backend
-allows it: a second handle of the same URL stands for another process.
+Data is prepared without the method under test where the backend allows it: a second handle of the same URL stands for
+another process.
 """
 
 from __future__ import annotations
@@ -215,21 +212,14 @@ class StorageContract:
 
     @pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", ".", "a/./b", "..", "a/../b", "a*", "a\\b", TMP_PREFIX])
     def test_paths_outside_the_root_or_of_two_meanings_are_refused(self, store: Storage, path: str) -> None:
-        with pytest.raises(ValueError):
-            store.put(path, b"x")
-        with pytest.raises(ValueError):
-            store.put_new(path, b"x")
-        with pytest.raises(ValueError):
-            store.get(path)
-        with pytest.raises(ValueError):
-            store.remove(path)
-        with pytest.raises(ValueError):
-            store.exists(path)
+        for call in (store.get, store.remove, store.exists, *[store.list] * bool(path)):
+            with pytest.raises(ValueError):
+                call(path)
+        for write in (store.put, store.put_new):
+            with pytest.raises(ValueError):
+                write(path, b"x")
         with pytest.raises(ValueError), store.local_copy(path):
             pass
-        if path:
-            with pytest.raises(ValueError):
-                store.list(path)
 
 
 class TestMemory(StorageContract):

@@ -1,10 +1,5 @@
-"""A file system whose server is unreachable for a while. Promises:
-
-- every method waits for it with growing pauses, for a minute in total; then it raises an error with the number of
-  tries, and nothing is torn: old content is unchanged, and new content has no partial file;
-- a create whose reply was lost, and which then finds the name taken, has won; a rival's create has not.
-
-The calls of the system are real, below a layer in which the server goes away; time is simulated.
+"""Promises while a file server is unreachable: every method waits a minute with growing pauses, then raises; nothing is
+torn, and a create whose reply was lost has won. The calls of the system are real; time is simulated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Promises of untrusted text when it is shown:
-
-- a secret is found by its name and by its value, anywhere in a text, and its description does not contain it;
-- other text is unchanged: paths, counts, names of variables, references to the environment;
-- no text moves a cursor, rings, or reverses a line.
+"""Promises of untrusted text when it is shown: secrets are found by name and by value, other text is unchanged, and no
+text moves a cursor, rings, or reverses a line.
 """
 
 import re

@@ -1,9 +1,5 @@
-"""Promises of operator `data_juicer`, with fake_data_juicer in an environment of its own, or a fake service.
-
-- Rows that its operators drop are committed as filtered, with the operator's name. Statistics of the others are
-  metrics, and are visible to later operators. Rows that were dropped before are not sent to it.
-- Its process is reused from task to task and restarted once if it dies; then an error has its last words.
-- It runs at the commit and is refused elsewhere; missing packages are reported before a run starts.
+"""Promises of operator `data_juicer`, with fake_data_juicer in an environment of its own, or a fake service: dropped
+rows name the operator, statistics are metrics, its process is kept and restarted once, and it runs only at the commit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Promises of priority replay.
-
-- Groups with the largest policy version - decay * uses come first; noise is a function of (seed, step).
-- Use counts are folded from the ledger, so a resumed source forms the same batches as an uninterrupted one.
-- Each use is recorded in the entry that makes it; no row is trained more often than allowed or beyond the staleness
-  bound, and the audit detects violations.
+"""Promises of priority replay: groups come by version and uses, use counts are folded from the ledger, and no row is
+trained more often than allowed or beyond the staleness bound; the audit detects violations.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
-"""Promises of every backend of the experience log, the same for Parquet, JSON lines and databases, on every storage:
-
-- a committed shard is listed at once, found by its work unit, and reads back identical;
-- two writers of one work unit leave two shards; a writer that commits again after a lost confirmation leaves one;
-- a damaged shard raises and is never read; after quarantine its unit is undone and can run again;
-- a log can be sealed and unsealed; logs of different folders and runs do not see each other;
-- the trainer's source reads every experience exactly once.
+"""Promises of every backend of the experience log, on every storage: the interface's (rftdask/buffer/log/log.py), and
+the trainer's source reads every experience exactly once.
 
 PostgreSQL is tested if RFTDASK_TEST_POSTGRESQL names a database, postgresql://user@host/name, in which tables are
 created and stay.

@@ -1,12 +1,5 @@
-"""Bad input and faults in a run folder, through the real log, ledger, source, lease and trainer. Promises:
-
-- trainers, audits and readers ignore foreign files in every folder of the run;
-- a shard of a future schema stops the trainer with its name and is not quarantined; readers omit and name it;
-- with a damaged ledger entry `status` reports everything but the counts, names the entry, and exits with code 1;
-- a ledger entry of another lineage raises and is not trained; other lineages have no effect;
-- of two trainers on one lineage one stops, and the other ends as if it were the only one;
-- a disk that fills up during a commit raises; earlier data stays whole, and with room the run continues;
-- a clock jump ends no lease of a live owner, blocks no role for long, and loses no metrics and no cooldown.
+"""Promises for foreign files, another schema, damaged or moved ledger entries, two trainers, full disks and clock jumps
+in a run folder: what cannot be read is named, nothing is trained twice, and the run continues without losses.
 """
 
 from __future__ import annotations

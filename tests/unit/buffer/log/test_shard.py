@@ -50,12 +50,11 @@ def test_a_parsed_shard_name_has_the_parsed_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "README.md", "SEALED.json", "00000012-0003-9f3a-n4-v4-7-1c291ca3.parquet.reason.json"]
+    "text",
+    [
+        *("", "README.md", "SEALED.json", "00000012-0003-9f3a-n4-v4-7-1c291ca3.parquet.reason.json"),
+        "000000012-0003-9f3a-n4-v4-7-1c291ca3.parquet",  # more zeros: it would be looked for at another path
+    ],
 )
 def test_a_file_of_somebody_else_has_no_name(text: str) -> None:
     assert ShardName.try_parse(text) is None
-
-
-def test_a_name_with_more_zeros_than_ours_is_not_ours() -> None:
-    # It would be looked for below a path that does not exist.
-    assert ShardName.try_parse("000000012-0003-9f3a-n4-v4-7-1c291ca3.parquet") is None
