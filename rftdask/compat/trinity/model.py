@@ -119,13 +119,13 @@ class ModelWrapper:
 
     def get_openai_client(self) -> OpenAI:
         """Return an `openai.OpenAI` with an attribute `model_path`."""
-        client: OpenAI = self._on_the_loop(lambda: cast(Any, self._asked).blocking_client_of(self._answer_openai))
+        client: OpenAI = self._on_the_loop(lambda: cast(Any, self._asked).client_of(self._answer_openai, blocking=True))
         vars(client)["model_path"] = self.model_path
         return client
 
     def get_openai_async_client(self) -> AsyncOpenAI:
         """Return an `openai.AsyncOpenAI` with an attribute `model_path`."""
-        client: AsyncOpenAI = self._on_the_loop(lambda: cast(Any, self._asked).async_client_of(self._answer_openai))
+        client: AsyncOpenAI = self._on_the_loop(lambda: cast(Any, self._asked).client_of(self._answer_openai))
         vars(client)["model_path"] = self.model_path
         return client
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import math
 import re
-import sys
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -38,36 +36,15 @@ from rftdask.data.tokenizer import (
     show_hidden,
     with_first_token,
 )
-from rftdask.engines.base import (
-    MAX_BAD_TOKENS,
-    MAX_BAD_WORDS,
-    MIN_TEMPERATURE,
-    POLICY,
-    GenerateRequest,
-    Generation,
-    OnTokens,
-    SamplingParams,
-)
+from rftdask.engines import base as engines
+from rftdask.engines.base import POLICY, GenerateRequest, Generation, OnTokens, SamplingParams
 from rftdask.errors import DataError, UserError
-from rftdask.rollouts.policy import messages_api, responses_api
+from rftdask.rollouts.policy import messages_api, openai_api, responses_api
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, parse_tool_calls
 from rftdask.rollouts.policy.answer_stream import OnText, StreamedText
 from rftdask.rollouts.policy.base import ModelHandle, PolicyHandle, check_messages
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
-from rftdask.rollouts.policy.openai_api import (
-    CHAT,
-    NOT_GUIDED,
-    BadRequestError,
-    Form,
-    OpenAIAnswer,
-    OpenAIRequest,
-    SampledAnswer,
-    completion,
-    plain_message,
-    read_request,
-    refusal,
-    texts_of,
-)
+from rftdask.rollouts.policy.openai_api import CHAT, BadRequestError, OpenAIAnswer, OpenAIRequest, SampledAnswer
 from rftdask.rollouts.policy.remote_model import RemoteModel
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
@@ -76,6 +53,12 @@ MAX_CALLS = 1000
 
 _THOUGHTS_END = "</think>"
 
+_TRANSLATED: Mapping[str, Any] = {
+    responses_api.RESPONSES: responses_api,
+    messages_api.MESSAGES: messages_api,
+    messages_api.COUNT_TOKENS: messages_api,
+}
+"""Path -> module that translates its requests to chat completions, and their answers back."""
 Streamed: TypeAlias = Callable[[Sequence[str]], StreamedText]
 """Creates the StreamedText of an answer for its stop texts."""
 LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
@@ -342,90 +325,69 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         self, name: str, model: Served, path: str, body: Any, on_text: OnText | None
     ) -> OpenAIAnswer:
         """Answer a request of OpenAI's or Anthropic's API. An error is an answer as well."""
-        if path == messages_api.COUNT_TOKENS:
-            return self._count_tokens(name, model, body)
-        api = {responses_api.RESPONSES: responses_api, messages_api.MESSAGES: messages_api}.get(path)
-        if api is None:
-            return await self._complete(name, model, path, body, on_text)
+        api = _TRANSLATED.get(path)
+        own_names: Mapping[str, str] = {}
         try:
-            chat = api.as_chat(body)
+            chat = body if api is None else api.as_chat(body)
+            own_names = {} if api is None else api.OWN_NAMES
+            if path == messages_api.COUNT_TOKENS:
+                return self._count_tokens(name, model, chat)
+            answer = await self._complete(name, model, path if api is None else CHAT, chat, on_text)
+            return answer if api is None else replace(answer, body=api.as_answer(answer.body, body))
+        except PromptTooLongError as error:
+            return openai_api.refusal(str(error), own_names.get("messages", "messages"), "context_length_exceeded")
         except BadRequestError as error:
-            return refusal(str(error), error.param, error.code)
-        answer = await self._complete(name, model, CHAT, chat, on_text)
-        if answer.status != 200:
-            error_body = answer.body["error"]
-            param = api.OWN_NAMES.get(error_body["param"], error_body["param"])
-            return replace(answer, body={**answer.body, "error": {**error_body, "param": param}})
-        if api is responses_api and "openai.types.responses" not in sys.modules:
-            # In a thread, because the import takes most of a second.
-            await asyncio.to_thread(importlib.import_module, "openai.types.responses")
-        return replace(answer, body=api.as_answer(answer.body, body))
+            return openai_api.refusal(str(error), own_names.get(error.param or "", error.param), error.code)
+        except (ValueError, TypeError, TemplateError, UserError) as error:
+            return openai_api.refusal(f"{type(error).__name__}: {error}")
 
     def _count_tokens(self, name: str, model: Served, body: Any) -> OpenAIAnswer:
         if not isinstance(model, ServedModel):
-            return refusal("token counts are not available for a model behind an API", status=404)
-        try:
-            request = _read_request(CHAT, messages_api.as_chat(body), model)
-            prompt = _render(model.tokenizer, self._as_sampled(name, request.messages), request.template_options)
-            tokens = _encode(model, prompt.text, prompt.hidden, images_in(request.messages))
-        except (ValueError, TemplateError) as error:
-            return refusal(f"{error}")
+            return openai_api.refusal("token counts are not available for a model behind an API", status=404)
+        request = _read_request(CHAT, body, model)
+        prompt = _render(model.tokenizer, self._as_sampled(name, request.messages), request.template_options)
+        tokens = _encode(model, prompt.text, prompt.hidden, images_in(request.messages))
         return OpenAIAnswer(200, {"input_tokens": len(tokens)})
 
-    async def _complete(
-        self, name: str, model: Served, path: str, body: Any, on_text: OnText | None = None
-    ) -> OpenAIAnswer:
-        """Answer a request for completions of chats or texts."""
-        parser = None
-        if isinstance(model, ServedModel):
-            parser = model.parser or AnswerParser(model.tokenizer)
-        try:
-            request = _read_request(path, body, model)
-            messages = self._as_sampled(name, request.messages)
-            prompts = [_Prompt(text) for text in request.prompts]
-            if request.path == CHAT:
-                prompts = [_Prompt("")]
-                if isinstance(model, ServedModel):
-                    prompts = [await _prompt_as_sampled(model, messages, request)]
+    async def _complete(self, name: str, model: Served, path: str, body: Any, on_text: OnText | None) -> OpenAIAnswer:
+        """Answer a request for completions of chats or texts. Raises: see `answer_request`."""
+        request = _read_request(path, body, model)
+        is_chat = request.path == CHAT
+        messages = self._as_sampled(name, request.messages)
+        prompts = [_Prompt(text) for text in request.prompts]
+        if is_chat:
+            prompts = [await _prompt_as_sampled(model, messages, request)]
 
-            async def sample(prompt: _Prompt, number: int, choice: int) -> SampledAnswer:
-                seed = None if request.seed is None else f"{request.seed}/{number}"
-                if not isinstance(model, ServedModel):
-                    return await self._complete_remote(name, model, request, messages, prompt)
-                assert parser is not None
-                options = dict(request.options)
-                if request.form is not None:
-                    options["grammar"] = _grammar(model, parser, request.form, prompt.text, options)
+        async def sample(prompt: _Prompt, number: int, choice: int) -> SampledAnswer:
+            if isinstance(model, ServedRemote):
+                return await self._complete_remote(name, model, request, messages, prompt)
+            parser, options = model.parser or AnswerParser(model.tokenizer), dict(request.options)
+            if request.form is not None:
+                options["grammar"] = _grammar(model, parser, request.form, prompt.text, options)
 
-                def certain(text: str) -> tuple[str, str]:
-                    return parser.certain(text, prompt.text, request.tools) if request.path == CHAT else ("", text)
+            def certain(text: str) -> tuple[str, str]:
+                return parser.certain(text, prompt.text, request.tools) if is_chat else ("", text)
 
-                streamed: Streamed | None = None
-                if on_text is not None:
-                    take = partial(on_text, choice)
-                    streamed = partial(StreamedText, model.tokenizer, certain=certain, on_text=take)
-                turn, response = await self.sample(name, model, prompt, options, seed, streamed)
-                if request.path != CHAT:
-                    return SampledAnswer(response, ParsedAnswer(response.text, None, ()), turn)
+            streamed: Streamed | None = None
+            if on_text is not None:
+                streamed = partial(StreamedText, model.tokenizer, certain=certain, on_text=partial(on_text, choice))
+            seed = None if request.seed is None else f"{request.seed}/{number}"
+            turn, response = await self.sample(name, model, prompt, options, seed, streamed)
+            parsed = ParsedAnswer(response.text, None, ())
+            if is_chat:
                 parsed = parser.parse(response.text, response.tokens, prompt.text, request.tools)
-                return SampledAnswer(response, parsed, turn)
+            return SampledAnswer(response, parsed, turn)
 
-            # All begin in this pass of the event loop, in order, so that their turns do not depend on timing.
-            choices = [(prompt, number) for prompt in prompts for number in range(request.n)]
-            answers = await _all_or_none(sample(*which, choice) for choice, which in enumerate(choices))
-        except PromptTooLongError as error:
-            return refusal(str(error), "messages", "context_length_exceeded")
-        except BadRequestError as error:
-            return refusal(str(error), error.param, error.code)
-        except (ValueError, TypeError, TemplateError, UserError) as error:
-            return refusal(f"{type(error).__name__}: {error}")
+        # All begin in this pass of the event loop, in order, so that their turns do not depend on timing.
+        choices = [(prompt, number) for prompt in prompts for number in range(request.n)]
+        answers = await _all_or_none(sample(*which, choice) for choice, which in enumerate(choices))
         num_prompt_tokens = sum(len(answer.response.prompt_tokens) for answer in answers[:: request.n])
         tokenizer = model.tokenizer if isinstance(model, ServedModel) else None
-        answered = completion(request, answers, tokenizer, num_prompt_tokens)
+        answered = openai_api.completion(request, answers, tokenizer, num_prompt_tokens)
         for choice, answer in zip(answered.body["choices"], answers, strict=True):
             # A text lacks marks that are special tokens; only the template can write those again.
             is_whole = tokenizer is None or is_plain(tokenizer, answer.response.tokens)
-            if request.path == CHAT and is_whole and (answer.parsed.calls or answer.parsed.reasoning is not None):
+            if is_chat and is_whole and (answer.parsed.calls or answer.parsed.reasoning is not None):
                 for key in _message_keys([*request.messages, choice["message"]])[-1]:
                     self._sampled_texts[f"{name}/{key}"] = answer.response.text
         return answered
@@ -493,14 +455,16 @@ class RecordingModel(_RecordedModel, PolicyHandle):
             raise ValueError("the prompt is empty")
         options = dict(sampling)
         budget = options.pop("thinking_token_budget", None)
-        if words := texts_of("bad_words", options.pop("bad_words", ())):
+        if words := openai_api.texts_of("bad_words", options.pop("bad_words", ())):
             options["bad_tokens"] = _bad_tokens(model.tokenizer, words)
         if model.images is not None:
             # A sampled placeholder would refer to an image that does not exist.
             options["bad_tokens"] = (*options.get("bad_tokens", ()), *((token,) for token in model.images.placeholders))
         request = GenerateRequest(tuple(tokens), _sampling(model.sampling, options), seed, images)
         if request.sampling.is_guided and not model.is_guided:
-            raise BadRequestError(f"bad_words and required forms are not supported: {NOT_GUIDED}", "bad_words")
+            raise BadRequestError(
+                f"bad_words and required forms are not supported: {openai_api.NOT_GUIDED}", "bad_words"
+            )
         branch = self._branch(parent, prompt, request.sampling, truncated) if name == POLICY else None
         extends = parent if branch is None else None
         # Recorded before the answer: which of two concurrent calls continues must not depend on timing.
@@ -669,18 +633,13 @@ class RecordingModel(_RecordedModel, PolicyHandle):
 
 
 def _read_request(path: str, body: Any, model: Served) -> OpenAIRequest:
-    if not isinstance(model, ServedModel):
-        return read_request(path, body, None)
-    images = model.images
-
-    def name_image(image: str) -> str:
-        assert images is not None
-        try:
-            return images.named(image)
-        except DataError as error:
-            raise BadRequestError(str(error), "messages") from error
-
-    return read_request(path, body, model.tokenizer, None if images is None else name_image)
+    if isinstance(model, ServedRemote):
+        return openai_api.read_request(path, body, None)
+    name_image = None if model.images is None else model.images.named
+    try:
+        return openai_api.read_request(path, body, model.tokenizer, name_image)
+    except DataError as error:  # of an image
+        raise BadRequestError(str(error), "messages") from error
 
 
 def _on_this_loop(take: OnTokens) -> OnTokens:
@@ -704,10 +663,12 @@ async def _all_or_none(work: Iterable[Coroutine[Any, Any, SampledAnswer]]) -> li
             task.cancel()
 
 
-def _grammar(model: ServedModel, parser: AnswerParser, form: Form, prompt: str, options: Mapping[str, Any]) -> str:
+def _grammar(
+    model: ServedModel, parser: AnswerParser, form: openai_api.Form, prompt: str, options: Mapping[str, Any]
+) -> str:
     """A valid grammar for a form. Raises: BadRequestError: the engine or the form does not allow one."""
     if not model.is_guided:
-        raise BadRequestError(f"{form.param} is not supported: {NOT_GUIDED}", form.param)
+        raise BadRequestError(f"{form.param} is not supported: {openai_api.NOT_GUIDED}", form.param)
     for name in ("min_tokens", "stop"):
         if options.get(name):
             raise BadRequestError(f"{name} cannot be combined with {form.param}, whose form ends the answer", name)
@@ -739,10 +700,9 @@ def _bad_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, 
     """Token sequences of the words at the start of a text and after a space. Raises: BadRequestError: too many."""
     spelled = (text for word in words for text in (word, f" {word.lstrip()}"))
     sequences = tuple(dict.fromkeys(tuple(encode_hidden(tokenizer, text, {})) for text in spelled))
-    if len(sequences) >= MAX_BAD_WORDS or sum(map(len, sequences)) >= MAX_BAD_TOKENS:
-        raise BadRequestError(
-            f"bad_words exceeds {MAX_BAD_WORDS // 2} words or {MAX_BAD_TOKENS // 2} tokens; shorten it", "bad_words"
-        )
+    if len(sequences) >= engines.MAX_BAD_WORDS or sum(map(len, sequences)) >= engines.MAX_BAD_TOKENS:
+        limits = f"{engines.MAX_BAD_WORDS // 2} words or {engines.MAX_BAD_TOKENS // 2} tokens"
+        raise BadRequestError(f"bad_words exceeds {limits}; shorten it", "bad_words")
     return sequences
 
 
@@ -769,14 +729,14 @@ async def _chat_prompt(
     return replace(_render(model.tokenizer, messages, template_options), images=names)
 
 
-async def _prompt_as_sampled(
-    model: ServedModel, sampled: Sequence[Mapping[str, Any]], request: OpenAIRequest
-) -> _Prompt:
-    """Render a chat with the answers as sampled, so that it continues their tokens.
+async def _prompt_as_sampled(model: Served, sampled: Sequence[Mapping[str, Any]], request: OpenAIRequest) -> _Prompt:
+    """Render a chat with the answers as sampled, so that it continues their tokens; a model behind an API renders it.
 
     The messages of the request are used instead if the template fails on sampled answers, or drops a tool's result:
     some templates read `tool_calls`, which sampled answers do not have.
     """
+    if isinstance(model, ServedRemote):
+        return _Prompt("")
     if list(sampled) == list(request.messages):
         return await _chat_prompt(model, sampled, request.template_options)
     missing = [str(message["content"]).strip() for message in sampled if message["role"] == "tool"]
@@ -795,7 +755,7 @@ def _message_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]
     """Two keys per message: one of the message with all earlier ones, and one of only the message."""
     keys, before = [], blake2b(digest_size=16)
     for message in messages:
-        plain = plain_message(message)
+        plain = openai_api.plain_message(message)
         key = json.dumps([plain["role"], plain["content"], plain.get("tool_calls") or ()], sort_keys=True, default=str)
         before.update(key.encode())
         keys.append((before.hexdigest(), key))
@@ -835,7 +795,9 @@ def _sampling(defaults: SamplingParams, overrides: Mapping[str, Any]) -> Samplin
         return defaults
     if unknown := overrides.keys() - {parameter.name for parameter in fields(SamplingParams)}:
         raise TypeError(f"unknown sampling parameters {', '.join(sorted(unknown))}")
-    sampling = replace(defaults, **{**overrides, "stop": texts_of("stop", overrides.get("stop", defaults.stop))})
+    sampling = replace(
+        defaults, **{**overrides, "stop": openai_api.texts_of("stop", overrides.get("stop", defaults.stop))}
+    )
     numbers = (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.temperature, sampling.top_p)
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
         raise ValueError(f"sampling parameters must be finite numbers: {dict(overrides)!r:.200}")
@@ -843,8 +805,8 @@ def _sampling(defaults: SamplingParams, overrides: Mapping[str, Any]) -> Samplin
         raise ValueError(
             f"max_tokens >= 1, 0 < top_p <= 1 and repetition_penalty > 0 must hold: {dict(overrides)!r:.200}"
         )
-    if sampling.temperature != 0 and sampling.temperature < MIN_TEMPERATURE:
-        raise ValueError(f"temperature {sampling.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+    if sampling.temperature != 0 and sampling.temperature < engines.MIN_TEMPERATURE:
+        raise ValueError(f"temperature {sampling.temperature} must be 0 (greedy) or at least {engines.MIN_TEMPERATURE}")
     # Memory and deadlines are planned for the run's limit. A grammar may end an answer before min_tokens.
     min_tokens = 0 if sampling.grammar else sampling.min_tokens
     return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens), min_tokens=min_tokens)

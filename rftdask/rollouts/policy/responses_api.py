@@ -118,8 +118,6 @@ def _text(content: Any) -> Any:
 
 def as_answer(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a chat completion into the Response to the request `body`."""
-    from openai.types.responses import Response  # late: it takes most of a second
-
     [choice] = completion["choices"]
     message, name = choice["message"], completion["id"].rpartition("-")[2]
     is_cut = choice["finish_reason"] == "length"
@@ -136,33 +134,28 @@ def as_answer(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[st
         frame = {"type": "function_call", "id": f"fc_{name}_{number}", "call_id": call["id"], "status": "completed"}
         output.append({**frame, **call["function"]})
     usage = completion["usage"]
-    response = Response.model_validate(
-        {
-            "id": f"resp_{name}",
-            "object": "response",
-            "created_at": completion["created"],
-            "model": completion["model"],
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "instructions": body.get("instructions"),
-            "metadata": body.get("metadata") or {},
-            "output": output,
-            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-            "temperature": body.get("temperature"),
-            "tool_choice": body.get("tool_choice") or "auto",
-            "tools": body.get("tools") or [],
-            "top_p": body.get("top_p"),
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-            },
-        }
-    )
-    return response.model_dump(mode="json", exclude_unset=True)
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": completion["created"],
+        "model": completion["model"],
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        **{key: body.get(key) for key in ("instructions", "temperature", "top_p")},
+        "metadata": body.get("metadata") or {},
+        "output": output,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
 
 
 def events_of(response: Mapping[str, Any], split: Callable[[str], Sequence[str]] = pieces) -> Iterator[dict[str, Any]]:
