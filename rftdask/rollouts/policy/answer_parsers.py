@@ -271,16 +271,15 @@ def _before_think_ends(text: str, prompt: str) -> tuple[str | None, str | None]:
 
 
 def _certain_thoughts(text: str, prompt: str) -> tuple[str, str]:
-    if prompt.rstrip().endswith("</think>"):
-        return "", text
-    begun, is_open = text.lstrip(), prompt.rstrip().endswith("<think>")
-    opened = begun.startswith("<think>")
-    # Without an opening tag, a later </think> would turn everything before it into thoughts.
-    if not opened and (not is_open or "<think>".startswith(begun)):
-        return "", ""
-    thoughts, end, rest = text.partition("</think>")
-    thoughts = thoughts if end else before_any(text, ("</think>",))
-    return thoughts.replace("<think>", "", opened).strip(), rest.lstrip("\n")
+    if not prompt.rstrip().endswith("</think>"):
+        begun = text.lstrip()
+        is_open = prompt.rstrip().endswith("<think>") and not "<think>".startswith(begun)
+        # Without an opening tag, a later </think> would turn everything before it into thoughts.
+        if not is_open and not begun.startswith("<think>"):
+            return "", ""
+        text = text if "</think>" in text else before_any(text, ("</think>",))
+    thoughts, content = _before_think_ends(text, prompt)
+    return thoughts or "", content or ""
 
 
 def _shown(marks: Mapping[str, str], template: str | None) -> str | None:

@@ -11,7 +11,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from rftdask.engines.base import POLICY
 from rftdask.rollouts.loop_watchdog import BlockedLoopError
@@ -52,31 +52,22 @@ class ModelHandle(ABC):
 
     async def call(self, method: Method, arguments: Mapping[str, Any]) -> Any:
         """Make a call that arrived as a message, such as one from a sandbox. Raises: KeyError: unknown method."""
-        calls: dict[str, Any] = {
-            "chat": self.chat,
-            "generate": self.generate,
-            "logprobs": self.logprobs,
-            "openai": self.openai,
-        }
-        return await calls[method](**arguments)
+        if method not in get_args(Method):
+            raise KeyError(method)
+        return await getattr(self, method)(**arguments)
 
     def openai_client(self) -> AsyncOpenAI:
         """An `openai.AsyncOpenAI` that calls this model; its base_url and api_key also work for other programs on this
         machine. Called on an event loop. Raises: UserError: the package is not installed.
         """
-        return self.async_client_of(self.openai)
+        return cast("AsyncOpenAI", self.client_of(self.openai))
 
-    def async_client_of(self, answer: AnswerFn) -> AsyncOpenAI:
-        """Like `openai_client`, for requests answered by `answer`. Closed together with this model's clients."""
-        client = open_client(answer, blocking=False)
-        self._clients.append(client)
-        return client
-
-    def blocking_client_of(self, answer: AnswerFn) -> OpenAI:
-        """Like `async_client_of`, but an `openai.OpenAI` for use in another thread."""
-        client = open_client(answer, blocking=True)
-        self._clients.append(client)
-        return client
+    def client_of(self, answer: AnswerFn, *, blocking: bool = False) -> AsyncOpenAI | OpenAI:
+        """Like `openai_client`, for requests answered by `answer`. Closed together with this model's clients. blocking:
+        an `openai.OpenAI` for use in another thread.
+        """
+        self._clients.append(open_client(answer, blocking=blocking))
+        return self._clients[-1]
 
     def close_clients(self) -> None:
         """Close the clients. Idempotent."""
@@ -141,11 +132,15 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError("chat() needs at least one message {role, content}")
 
 
-class _Forwarding(ModelHandle):
-    """Turns each call into a method name and arguments."""
+class _ForwardedModel(ModelHandle):
+    """A model whose calls go to the `ask` of a policy, as a method name and arguments."""
 
-    @abstractmethod
-    async def _forward(self, method: Method, arguments: Mapping[str, Any]) -> Any: ...
+    def __init__(self, policy: ForwardingPolicy, name: str) -> None:
+        super().__init__()
+        self._policy, self._name = policy, name
+
+    async def _forward(self, method: Method, arguments: Mapping[str, Any]) -> Any:
+        return await self._policy.ask(self._name, method, arguments)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
         check_messages(messages)
@@ -163,27 +158,16 @@ class _Forwarding(ModelHandle):
         return cast(OpenAIAnswer, await self._forward("openai", {"path": path, "body": body, **streaming}))
 
 
-class ForwardingPolicy(_Forwarding, PolicyHandle):
+class ForwardingPolicy(_ForwardedModel, PolicyHandle):
     """A policy handle whose calls, and those of its auxiliary models, all go to `ask`: for sandboxes and fakes."""
 
     def __init__(self, auxiliary_names: Sequence[str] = ()) -> None:
-        super().__init__({name: _ForwardingAuxiliary(self, name) for name in auxiliary_names})
+        PolicyHandle.__init__(self, {name: _ForwardedModel(self, name) for name in auxiliary_names})
+        self._policy, self._name = self, POLICY
 
     @abstractmethod
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
         """Call model `name`. Returns: a Response, a tuple of logprobs, or an OpenAIAnswer."""
-
-    async def _forward(self, method: Method, arguments: Mapping[str, Any]) -> Any:
-        return await self.ask(POLICY, method, arguments)
-
-
-class _ForwardingAuxiliary(_Forwarding):
-    def __init__(self, policy: ForwardingPolicy, name: str) -> None:
-        super().__init__()
-        self._policy, self._name = policy, name
-
-    async def _forward(self, method: Method, arguments: Mapping[str, Any]) -> Any:
-        return await self._policy.ask(self._name, method, arguments)
 
 
 class BlockingModel:
@@ -237,6 +221,6 @@ class BlockingModel:
 
         async def open_on_loop() -> OpenAI:  # on the loop that will answer
             handle = cast(ModelHandle, self._handle)
-            return handle.blocking_client_of(handle.openai)
+            return cast("OpenAI", handle.client_of(handle.openai, blocking=True))
 
         return self.wait(open_on_loop())

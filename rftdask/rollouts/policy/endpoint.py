@@ -17,7 +17,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from rftdask.errors import UserError
@@ -46,10 +46,6 @@ AnswerFn: TypeAlias = Callable[[str, Any, OnText | None], Awaitable[OpenAIAnswer
 _endpoints: WeakKeyDictionary[asyncio.AbstractEventLoop, _Endpoint] = WeakKeyDictionary()
 
 
-@overload
-def open_client(answer: AnswerFn, *, blocking: Literal[False]) -> AsyncOpenAI: ...
-@overload
-def open_client(answer: AnswerFn, *, blocking: Literal[True]) -> OpenAI: ...
 def open_client(answer: AnswerFn, *, blocking: bool) -> AsyncOpenAI | OpenAI:
     """Open a client whose requests are answered by `answer` on the running event loop. Its address and key also work
     for other programs on this machine. blocking: an OpenAI for other threads; it raises BlockedLoopError on the loop.

@@ -515,16 +515,12 @@ def chunks_of(
             continue
         message = choice["message"]
         yield chunk(index, {"role": "assistant", "content": ""})
-        for name, make in _STREAMED.items():
-            yield from (TextDelta(chunk(index, make(piece))) for piece in split(message.get(name) or ""))
+        # Clients read thoughts under one of two names.
+        for names in (("reasoning", "reasoning_content"), ("content",)):
+            for piece in split(message.get(names[0]) or ""):
+                yield TextDelta(chunk(index, dict.fromkeys(names, piece)))
         for number, call in enumerate(message.get("tool_calls", ())):
             yield chunk(index, {"tool_calls": [{"index": number, **call}]})
         yield chunk(index, {}, **last)
     if with_usage:
         yield {**common, "choices": [], "usage": body["usage"]}
-
-
-_STREAMED: Mapping[str, Callable[[str], dict[str, str]]] = {
-    "reasoning": lambda piece: {"reasoning": piece, "reasoning_content": piece},
-    "content": lambda piece: {"content": piece},
-}

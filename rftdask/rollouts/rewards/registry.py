@@ -66,19 +66,8 @@ def compute_reward(
         defaults: default arguments of that function.
     Raises: ValueError: the function needs the number of tokens, but `response` is only text; its own errors.
     """
-    return _compute(_find_reward(task.reward_fn or default), task, response, default, defaults)
-
-
-def _find_reward(name: str) -> RewardFn:
-    # Without get_reward()'s checks, which the run has made once.
-    function: RewardFn = find_part("reward function", name, registered_rewards())
-    return function
-
-
-def _compute(
-    function: RewardFn, task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None
-) -> Reward:
     name = task.reward_fn or default
+    function = _find_reward(name)
     # `defaults` belong to the workflow's default function; another function may not accept them.
     arguments = {**(defaults or {}), **task.reward_fn_args} if name == default else dict(task.reward_fn_args)
     # Only the workflow knows the length in tokens, and few functions need it.
@@ -95,7 +84,12 @@ async def wait_for_reward(
     task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None = None
 ) -> Reward:
     """`compute_reward`, in a thread if the function is declared `in_thread`."""
-    function = _find_reward(task.reward_fn or default)
-    if getattr(function, "in_thread", False):
-        return await asyncio.to_thread(_compute, function, task, response, default, defaults)
-    return _compute(function, task, response, default, defaults)
+    if getattr(_find_reward(task.reward_fn or default), "in_thread", False):
+        return await asyncio.to_thread(compute_reward, task, response, default, defaults)
+    return compute_reward(task, response, default, defaults)
+
+
+def _find_reward(name: str) -> RewardFn:
+    # Without get_reward()'s checks, which the run has made once.
+    function: RewardFn = find_part("reward function", name, registered_rewards())
+    return function

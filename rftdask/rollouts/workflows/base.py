@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rftdask.data.task import Task
-from rftdask.engines.base import SamplingParams
+from rftdask.data.task import Task as Task  # here for plug-ins as well
+from rftdask.engines.base import SamplingParams as SamplingParams
 
 
 @dataclass(frozen=True)
@@ -121,18 +121,3 @@ def as_reward(result: Any) -> Reward:
     if isinstance(result, list | tuple) and result and all(isinstance(step, Step) for step in result):
         return Reward(sum(step.reward or 0.0 for step in result), steps=tuple(result))
     return Reward(result)
-
-
-__all__ = [
-    "AuxiliaryModel",
-    "GroupReward",
-    "PolicyModel",
-    "PromptTooLongError",
-    "Response",
-    "Reward",
-    "SamplingParams",
-    "Step",
-    "Task",
-    "WorkflowFn",
-    "as_reward",
-]
