@@ -74,6 +74,15 @@ def replies(
     return generate_batch
 
 
+def engine_of(make: Callable[[GenerateRequest], Generation]) -> GenerateBatch:
+    """Engine whose answers are made by a function."""
+
+    async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
+        return [make(request) for request in requests]
+
+    return generate_batch
+
+
 def generation(text: str, request: GenerateRequest) -> Generation:
     tokens = (*(ord(character) for character in text), 0)
     cut = tokens[: request.sampling.max_tokens]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,23 +11,33 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.engines.base import SamplingParams
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Task
-from rftdask.rollouts.workflows.registry import workflow
-from tests.unit.rollouts.rollout_cases import outcome, task
+from tests.unit.rollouts.rollout_cases import CharTokenizer, named, outcome, task
 
 Agent = Callable[[AsyncOpenAI], Awaitable[Any]]
+ASKED: Any = [{"role": "user", "content": "hi"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+WRITTEN = 'so: <tool_call>{"name":"add",  "arguments":{"x":1}}</tool_call>'
 
 
-def agent_rows(agent: Agent, policy: TextEngine, batch: Any = None) -> list[Experience]:
-    """The rows of a rollout that must succeed."""
-    # Random, because tests may import each other's modules under two names.
-    name = f"agent_{os.urandom(8).hex()}"
+def rows(agent: Agent, engine: Any, tokenizer: Any = None, batch: Any = None, **options: Any) -> list[Experience]:
+    """The rows of a rollout that must succeed. engine, options: of a TextEngine."""
 
     async def run(task: Task, model: PolicyModel) -> float:
         await agent(model.openai_client())
         return 1.0
 
-    workflow(name, in_process=True)(run)
-    sampling = SamplingParams(max_tokens=200)
-    rows = outcome([task(0, name)], policy, batch or {}, max_retry_times=0, sampling=sampling).experiences
+    policy, sampling = TextEngine(engine, tokenizer or CharTokenizer(), **options), SamplingParams(max_tokens=200)
+    rows = outcome([task(0, named(run))], policy, batch or {}, max_retry_times=0, sampling=sampling).experiences
     assert {row.error for row in rows} == {""}, rows[0].error
     return rows
+
+
+async def ask(client: AsyncOpenAI, messages: Any = ASKED, **options: Any) -> Any:
+    """First choice of the answer to a chat."""
+    create: Any = client.chat.completions.create
+    return (await create(model="p", messages=messages, **options)).choices[0]
+
+
+def sampled(row: Experience) -> str:
+    """Text that the policy sampled in a row, without end tokens."""
+    return "".join(chr(token) for token in row.tokens[row.prompt_length :] if token)

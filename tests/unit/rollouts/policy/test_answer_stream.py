@@ -28,8 +28,7 @@ from rftdask.rollouts.policy.answer_stream import EventStream, Part, StreamedTex
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer, TextDelta, pieces, refusal
 from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import TextEngine
-from tests.unit.rollouts.policy.agent_rows import Agent, agent_rows
-from tests.unit.rollouts.policy.test_openai_api import ASKED, TOOLS, WRITTEN, sampled
+from tests.unit.rollouts.policy.agent_rows import ASKED, TOOLS, WRITTEN, Agent, rows, sampled
 from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, prompt_of, task
 
 ANSWER = "hello there"
@@ -63,8 +62,7 @@ class HalfAnswers:
 
 def rows_of(agent: Agent, engine: HalfAnswers | None = None, tokenizer: Any = None) -> list[Experience]:
     """The rows of a successful rollout of `agent` with an engine that streams."""
-    streaming = Streaming((engine or HalfAnswers()).submit, 600.0)
-    return agent_rows(agent, TextEngine(streaming, tokenizer or CharTokenizer()))
+    return rows(agent, Streaming((engine or HalfAnswers()).submit, 600.0), tokenizer)
 
 
 async def go(client: AsyncOpenAI) -> None:
@@ -92,9 +90,9 @@ def test_text_arrives_while_the_answer_is_sampled() -> None:
                 await go(client)
         assert sent == ANSWER
 
-    rows = rows_of(agent)
-    assert [sampled(row) for row in rows] == [ANSWER] * 4, "the whole answer is recorded once"
-    assert [len(row.rollout_logprobs) for row in rows] == [len(ANSWER) + 1] * 4
+    recorded = rows_of(agent)
+    assert [sampled(row) for row in recorded] == [ANSWER] * 4, "the whole answer is recorded once"
+    assert [len(row.rollout_logprobs) for row in recorded] == [len(ANSWER) + 1] * 4
 
 
 def test_responses_and_messages_stream_while_sampled() -> None:
@@ -135,15 +133,10 @@ class Thinking(CharTokenizer):
 
 
 GO = [{"role": "user", "content": "go"}]
+USAGE: Any = {"stream_options": {"include_usage": True}}
 STREAMED: dict[str, dict[str, Any]] = {
-    "chat/completions": {
-        "messages": GO,
-        "tools": TOOLS,
-        "logprobs": True,
-        "n": 2,
-        "stream_options": {"include_usage": True},
-    },
-    "completions": {"prompt": "go", "logprobs": 0, "n": 2, "stream_options": {"include_usage": True}},
+    "chat/completions": {"messages": GO, "tools": TOOLS, "logprobs": True, "n": 2, **USAGE},
+    "completions": {"prompt": "go", "logprobs": 0, "n": 2, **USAGE},
     "responses": {"input": "go", "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}]},
     "messages": {"messages": GO, "tools": [{"name": "add", "input_schema": {"type": "object"}}], "max_tokens": 150},
 }

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from tests.unit.rollouts.policy.test_openai_api import rows, sampled
+from tests.unit.rollouts.policy.agent_rows import rows, sampled
 from tests.unit.rollouts.rollout_cases import prompt_of, replies
 
 pytestmark = [

@@ -1,6 +1,6 @@
 """Promises of `model.openai_client()`, tested with the package openai: answers are recorded with their sampled tokens;
-a parameter takes effect or is a 400 that names it; a stream equals the whole answer; a key is valid for one attempt; a
-disconnect cancels the request.
+in all APIs a parameter takes effect or is a 400 that names it; a stream equals the whole answer; a key is valid for one
+attempt; a disconnect cancels the request.
 """
 
 from __future__ import annotations
@@ -20,28 +20,12 @@ import pytest
 from jinja2 import TemplateError
 from openai import AsyncOpenAI
 
-from rftdask.buffer.log.schema import Experience
 from rftdask.engines.base import GenerateRequest, Generation
-from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.openai_api import read_request
-from rftdask.rollouts.runner import TextEngine
-from tests.unit.rollouts.policy.agent_rows import Agent, agent_rows
+from tests.unit.rollouts.policy.agent_rows import ASKED, TOOLS, WRITTEN, ask, rows, sampled
 from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, prompt_of, replies
 
-ASKED: Any = [{"role": "user", "content": "hi"}]
-TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-WRITTEN = 'so: <tool_call>{"name":"add",  "arguments":{"x":1}}</tool_call>'
 TWO_CALLS = WRITTEN + '<tool_call>{"name":"add","arguments":{"x":2}}</tool_call>'
-
-
-def rows(agent: Agent, engine: GenerateBatch, tokenizer: Any = None, batch: Any = None) -> list[Experience]:
-    """The rows of a successful rollout of `agent` with a fake engine."""
-    return agent_rows(agent, TextEngine(engine, tokenizer or CharTokenizer()), batch)
-
-
-def sampled(row: Experience) -> str:
-    """Text that the policy sampled in a row, without end tokens."""
-    return "".join(chr(token) for token in row.tokens[row.prompt_length :] if token)
 
 
 def test_answer_is_recorded_as_sampled() -> None:
@@ -50,11 +34,8 @@ def test_answer_is_recorded_as_sampled() -> None:
         [choice] = answer.choices
         assert (choice.message.content, choice.finish_reason, answer.model) == ("4!", "stop", "any")
         assert choice.logprobs is not None and choice.logprobs.content is not None
-        assert [(each.token, each.logprob) for each in choice.logprobs.content] == [
-            ("4", -0.5),
-            ("!", -0.5),
-            ("<end>", -0.5),
-        ]
+        logprobs = [(each.token, each.logprob) for each in choice.logprobs.content]
+        assert logprobs == [("4", -0.5), ("!", -0.5), ("<end>", -0.5)]
         assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (19, 3)
 
     [row] = rows(agent, replies("4!"))
@@ -83,34 +64,30 @@ def test_stream_equals_the_whole_answer() -> None:
 
 def test_message_with_calls_returns_to_the_policy_as_sampled() -> None:
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        messages = list(ASKED)
+        messages, ids = list(ASKED), set[str]()
         for _ in range(3):
-            message = (await create(model="p", messages=messages, tools=TOOLS)).choices[0].message
+            message = (await ask(client, messages, tools=TOOLS)).message
             [call] = message.tool_calls
-            assert (message.content, call.function.name, json.loads(call.function.arguments)) == (
-                "so:",
-                "add",
-                {"x": 1},
-            )
+            assert (message.content, call.function.name) == ("so:", "add")
+            assert json.loads(call.function.arguments) == {"x": 1}
             # Agents return the object or plain data from JSON.
             back = message if len(messages) == 1 else json.loads(message.model_dump_json())
             messages += [back, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
-        assert (
-            len(
-                {
-                    message["tool_call_id"]
-                    for message in messages
-                    if isinstance(message, dict)
-                    if "tool_call_id" in message
-                }
-            )
-            == 3
-        )
+            ids.add(call.id)
+        assert len(ids) == 3
 
     [row] = rows(agent, replies(WRITTEN))
     assert len(row.turns or ()) == 3
     assert row.response_text == f"{WRITTEN}<tool>2<assistant>{WRITTEN}<tool>2<assistant>{WRITTEN}"
+
+
+async def returns_results(client: AsyncOpenAI, *results: str) -> None:
+    """An agent that answers each call with the next result."""
+    messages = list(ASKED)
+    for result in results or ("2",):
+        message = (await ask(client, messages, tools=TOOLS)).message
+        messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": result}]
+    await ask(client, messages, tools=TOOLS)
 
 
 class ReadsCalls(CharTokenizer):
@@ -133,13 +110,7 @@ class ReadsCalls(CharTokenizer):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_template_that_reads_tool_calls_gets_them(fails: bool) -> None:
-    async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        message = (await create(model="p", messages=ASKED, tools=TOOLS)).choices[0].message
-        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
-        await create(model="p", messages=[*ASKED, message, result], tools=TOOLS)
-
-    first, second = rows(agent, replies(WRITTEN), ReadsCalls(fails))
+    first, second = rows(returns_results, replies(WRITTEN), ReadsCalls(fails))
     assert (first.prompt_text, second.prompt_text) == (
         "[add]<user>hi0<assistant>",
         "[add]<user>hi0<assistant>so:1<tool>20<assistant>",
@@ -155,15 +126,7 @@ class WritesJson(CharTokenizer):
 
 
 def test_template_may_rewrite_tool_results() -> None:
-    async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        messages = list(ASKED)
-        for said in ("2", 'a "b"'):
-            message = (await create(model="p", messages=messages, tools=TOOLS)).choices[0].message
-            messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": said}]
-        await create(model="p", messages=messages, tools=TOOLS)
-
-    [row] = rows(agent, replies(WRITTEN), WritesJson())
+    [row] = rows(lambda client: returns_results(client, "2", 'a "b"'), replies(WRITTEN), WritesJson())
     assert row.response_text.startswith(f'{WRITTEN}<tool>"2"<assistant>{WRITTEN}<tool>"a \\"b\\""<assistant>')
 
 
@@ -178,22 +141,16 @@ class Marked(CharTokenizer):
 
 
 def test_calls_marked_by_special_tokens_are_templated() -> None:
-    async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        message = (await create(model="p", messages=ASKED, tools=TOOLS)).choices[0].message
-        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
-        await create(model="p", messages=[*ASKED, message, result], tools=TOOLS)
-
-    first, second = rows(agent, replies(f"so: \x01{WRITTEN[4:]}"), Marked())
+    first, second = rows(returns_results, replies(f"so: \x01{WRITTEN[4:]}"), Marked())
     assert 1 in first.tokens
     assert second.prompt_text == "[add]<user>hi<assistant>so:<tool>2<assistant>"
 
 
 def test_request_decides_which_calls_are_parsed() -> None:
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        for options, num_calls in [({}, 2), ({"parallel_tool_calls": False}, 1), ({"tool_choice": "none"}, 0)]:
-            choice = (await create(model="p", messages=ASKED, tools=TOOLS, **options)).choices[0]
+        cases: list[tuple[Any, int]] = [({}, 2), ({"parallel_tool_calls": False}, 1), ({"tool_choice": "none"}, 0)]
+        for options, num_calls in cases:
+            choice = await ask(client, tools=TOOLS, **options)
             assert len(choice.message.tool_calls or ()) == num_calls
             assert choice.finish_reason == ("tool_calls" if num_calls else "stop")
         assert choice.message.content == TWO_CALLS
@@ -205,24 +162,14 @@ def test_request_decides_which_calls_are_parsed() -> None:
 
 def test_stop_ends_an_answer_at_the_completing_token() -> None:
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        choice = (await create(model="p", messages=ASKED, stop=["zz", "wo", "orl"])).choices[0]
+        choice = await ask(client, stop=["zz", "wo", "orl"])
         assert (choice.message.content, choice.finish_reason) == ("hello ", "stop")
-        choice = (await create(model="p", messages=[*ASKED, *ASKED], stop="never")).choices[0]
-        assert choice.message.content == "hello world"
+        assert (await ask(client, [*ASKED, *ASKED], stop="never")).message.content == "hello world"
 
     cut, whole = rows(agent, replies("hello world"))
     # Tokens up to the end of the stop text are trained, later ones are not.
     assert (sampled(cut), sampled(whole)) == ("hello wo", "hello world")
     assert len(cut.rollout_logprobs) == len("hello wo") and cut.status == "ok"
-
-
-def by_seed(requests: list[GenerateRequest]) -> list[Generation]:
-    return [generation(str(request.seed), request) for request in requests]
-
-
-async def seeded(requests: list[GenerateRequest]) -> list[Generation]:
-    return by_seed(requests)
 
 
 def test_seed_repeats_n_different_answers_within_a_rollout() -> None:
@@ -231,20 +178,16 @@ def test_seed_repeats_n_different_answers_within_a_rollout() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
 
-        async def ask(**options: Any) -> list[str]:
+        async def choices(**options: Any) -> list[str]:
             return [choice.message.content for choice in (await create(model="p", messages=ASKED, **options)).choices]
 
-        free, first, again, other = (
-            await ask(n=3),
-            await ask(n=2, seed=5),
-            await ask(n=2, seed=5),
-            await ask(n=2, seed=6),
-        )
+        free, first = await choices(n=3), await choices(n=2, seed=5)
+        again, other = await choices(n=2, seed=5), await choices(n=2, seed=6)
         assert first == again != other
         assert len({*free, *first, *other}) == 7
         texts.append(first)
 
-    recorded = rows(agent, seeded, batch={"repeat_times": 2})
+    recorded = rows(agent, replies(lambda request: str(request.seed)), batch={"repeat_times": 2})
     # Sibling rollouts differ even with equal seeds.
     assert texts[0] != texts[1] and len(recorded) == 18
     assert [row.metrics.get("branches/forked", 0.0) for row in recorded[:9]] == [0.0] + [1.0] * 8
@@ -265,49 +208,79 @@ def test_completions_continue_texts() -> None:
     assert [row.prompt_text for row in recorded] == ["one", "one", "two", "two", "x"]
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
-    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
-    ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"n": 0}, "n"),
-    ({"n": True}, "n"),
-    ({"stop": ["a", ""]}, "stop"),
-    ({"seed": "x"}, "seed"),
-    ({"stream": "yes"}, "stream"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
-    ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-    ({"messages": [{"content": "no role"}]}, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages"),
-    ({"extra_body": {"guided_json": {}}}, "guided_json"),
-    ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
-    ({"extra_body": {"temprature": 1}}, "temprature"),
-]
+IMAGE: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+CALLS_ADD: Any = {"type": "function", "function": {"name": "add"}}
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "chat/completions": [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": CALLS_ADD}, "tool_choice"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"seed": "x"}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": IMAGE}, "messages"),
+        ({"messages": [{"content": "no role"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"temprature": 1}, "temprature=1 is not supported; did you mean temperature"),
+    ],
+    "responses": [
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"verbosity": "low"}}, "text"),
+        ({"text": {"tone": "kind"}}, "text"),
+        ({"reasoning": {"depth": 3}}, "reasoning"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "name": "add"}], "tool_choice": "required"}, "tool_choice"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"background": True}, "background"),
+    ],
+    "messages": [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "http://x"}}]}]}, "messages"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
+        ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
+        ({"thinking": {"type": "much"}}, "thinking"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+    ],
+    "audio/speech": [({}, "audio/speech does not exist")],
+    "embeddings": [({}, "embeddings does not exist")],
+}
 
 
 def test_unsupported_request_is_refused_by_name_without_a_call() -> None:
     calls: list[list[GenerateRequest]] = []
 
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        for options, param in REFUSED:
-            with pytest.raises(openai.BadRequestError) as error:
-                await create(**{"model": "p", "messages": ASKED, **options})
-            assert error.value.param == param and param in error.value.message, options
-        assert "did you mean temperature" in error.value.message
-        for path in ("audio/speech", "embeddings"):
-            with pytest.raises(openai.BadRequestError, match=f"{path} does not exist"):
-                await client.post(f"/{path}", cast_to=object, body={"input": "x"})
+        for path, cases in REFUSED.items():
+            asked = {"input": "hi"} if path == "responses" else {"messages": ASKED, "max_tokens": 9}
+            for options, problem in cases:
+                with pytest.raises(openai.BadRequestError) as error:
+                    await client.post(f"/{path}", cast_to=object, body={"model": "p", **asked, **options})
+                param = problem.partition("=")[0] if options else None
+                assert error.value.param == param, options
+                # Messages of the other APIs have the parameters of chat completions.
+                assert path in ("responses", "messages") or problem in error.value.message, options
         assert not calls
-        await create(model="p", messages=ASKED)
+        await ask(client)
 
     rows(agent, replies("4", calls))
 
@@ -340,52 +313,22 @@ def test_responses_api_is_recorded_as_one_chat() -> None:
     assert row.response_text.startswith(f"{WRITTEN}<tool>5<assistant>it is five")
 
 
-def test_responses_api_reports_limits_and_refusals() -> None:
+def test_responses_api_reports_the_token_limit() -> None:
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.responses.create
-        cut = await create(model="p", input="hi", max_output_tokens=3)
-        assert (cut.status, cut.incomplete_details.reason, cut.output_text) == (
-            "incomplete",
-            "max_output_tokens",
-            "hel",
-        )
-        refused: list[tuple[dict[str, Any], str]] = [
-            ({"max_output_tokens": 0}, "max_output_tokens"),
-            ({"text": {"format": {"type": "json_object"}}}, "text"),
-            ({"text": {"verbosity": "low"}}, "text"),
-            ({"text": {"tone": "kind"}}, "text"),
-            ({"reasoning": {"depth": 3}}, "reasoning"),
-            ({"previous_response_id": "resp_1"}, "previous_response_id"),
-            ({"tools": [{"type": "web_search"}]}, "tools"),
-            ({"tools": [{"type": "function", "name": "add"}], "tool_choice": "required"}, "tool_choice"),
-            ({"input": []}, "input"),
-            ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-            ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-            ({"background": True}, "background"),
-        ]
-        for options, param in refused:
-            with pytest.raises(openai.BadRequestError) as error:
-                await create(**{"model": "p", "input": "hi", **options})
-            assert error.value.param == param, options
+        cut = await client.responses.create(model="p", input="hi", max_output_tokens=3)
+        assert (cut.status, cut.output_text) == ("incomplete", "hel")
+        assert cut.incomplete_details is not None and cut.incomplete_details.reason == "max_output_tokens"
 
     assert len(rows(agent, replies("hello"))) == 1
 
 
 def test_neutral_parameters_are_accepted() -> None:
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
         nothing = {"user": "u", "metadata": {}, "store": False, "parallel_tool_calls": True, "logit_bias": {}}
-        await create(
-            model="p",
-            messages=[
-                {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]}
-            ],
-            response_format={"type": "text"},
-            frequency_penalty=0.0,
-            stop=None,
-            extra_body={"session_id": "s", "min_tokens": 1},
-            **nothing,
-        )
+        nothing |= {"response_format": {"type": "text"}, "frequency_penalty": 0.0, "stop": None}
+        parts = [{"type": "text", "text": text} for text in ("be ", "brief")]
+        messages = [{"role": "developer", "content": parts}]
+        await ask(client, messages, extra_body={"session_id": "s", "min_tokens": 1}, **nothing)
 
     [row] = rows(agent, replies("4"))
     assert row.prompt_text == "<system>be brief<assistant>"
@@ -399,9 +342,8 @@ class Templated(CharTokenizer):
 
 def test_template_gets_only_variables_that_it_reads() -> None:
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
         for body in ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}):
-            await create(model="p", messages=ASKED, extra_body=body)
+            await ask(client, extra_body=body)
         refused: list[tuple[dict[str, Any], str]] = [
             ({"extra_body": {"chat_template_kwargs": {"style": "terse"}}}, "chat_template_kwargs.style"),
             ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -409,7 +351,7 @@ def test_template_gets_only_variables_that_it_reads() -> None:
         ]
         for options, param in refused:
             with pytest.raises(openai.BadRequestError, match="template does not") as error:
-                await create(model="p", messages=ASKED, **options)
+                await ask(client, **options)
             assert error.value.param == param
 
     recorded = rows(agent, replies("4"), Templated())
@@ -418,13 +360,12 @@ def test_template_gets_only_variables_that_it_reads() -> None:
 
 def test_thoughts_are_separate_and_stay_in_the_conversation() -> None:
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        message = (await create(model="p", messages=ASKED)).choices[0].message
+        message = (await ask(client)).message
         assert (message.content, message.reasoning, message.reasoning_content) == ("4", "hm", "hm")
         # An agent that ignores thoughts returns only the content.
         back = {"role": "assistant", "content": message.content}
-        await create(model="p", messages=[*ASKED, back, {"role": "user", "content": "and?"}])
-        streamed = await create(model="p", messages=ASKED, stream=True)
+        await ask(client, [*ASKED, back, {"role": "user", "content": "and?"}])
+        streamed = await client.chat.completions.create(model="p", messages=ASKED, stream=True)
         result = [chunk.choices[0].delta async for chunk in streamed]
         assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in result) == "hm"
 
@@ -443,8 +384,8 @@ def test_key_is_valid_for_one_attempt_only() -> None:
         for header in ("Bearer wrong", f"Basic {client.api_key}", client.api_key):
             stranger = client.copy(default_headers={"Authorization": header})
             with pytest.raises(openai.AuthenticationError):
-                await stranger.chat.completions.create(model="p", messages=ASKED)
-        await client.chat.completions.create(model="p", messages=ASKED)
+                await ask(stranger)
+        await ask(client)
 
     rows(agent, replies("4"), batch={"repeat_times": 2})
     assert clients[0].api_key != clients[1].api_key and all(client.is_closed() for client in clients)
@@ -477,14 +418,12 @@ def test_disconnect_cancels_a_request_that_can_be_retried() -> None:
         return [generation("4", request) for request in requests]
 
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        first = (await create(model="p", messages=ASKED)).choices[0].message
-        more = [*ASKED, first, {"role": "user", "content": "slow"}]
+        more = [*ASKED, (await ask(client)).message, {"role": "user", "content": "slow"}]
         with pytest.raises(openai.APITimeoutError):
-            await client.with_options(timeout=0.05, max_retries=0).chat.completions.create(model="p", messages=more)
+            await ask(client.with_options(timeout=0.05, max_retries=0), more)
         await asyncio.sleep(0.1)  # until the server notices the disconnect
         timed_out.set()
-        await create(model="p", messages=more)
+        await ask(client, more)
 
     [row] = rows(agent, slow)
     assert [turn.number for turn in row.turns or ()] == [0, 1], "a cancelled call is not a turn of the row"
@@ -503,7 +442,7 @@ def test_engine_error_is_not_retried_by_the_client() -> None:
 
     async def agent(client: AsyncOpenAI) -> None:
         with pytest.raises(openai.InternalServerError, match="out of memory"):
-            await client.chat.completions.create(model="p", messages=ASKED)
+            await ask(client)
 
     with pytest.raises(Broken):
         rows(agent, broken)
@@ -532,7 +471,7 @@ def test_body_that_is_not_an_object_is_refused() -> None:
 
         for data in (b"{", b"[]", b'"x"'):
             assert await asyncio.to_thread(post, data) == (400, "invalid_request_error")
-        await client.chat.completions.create(model="p", messages=ASKED)
+        await ask(client)
 
     rows(agent, replies("4"))
 
@@ -540,7 +479,5 @@ def test_body_that_is_not_an_object_is_refused() -> None:
 def test_call_arguments_reach_templates_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, *ASKED]
-    asked = read_request("chat/completions", {"messages": messages}, None)
-    assert (
-        asked.messages[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1} and asked.messages[0]["content"] == ""
-    )
+    [read, _] = read_request("chat/completions", {"messages": messages}, None).messages
+    assert read["tool_calls"][0]["function"]["arguments"] == {"x": 1} and read["content"] == ""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,30 +19,28 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.recording import Branch
 from rftdask.rollouts.runner import TextEngine
-from rftdask.rollouts.workflows.base import PolicyModel, Response, Step
-from rftdask.rollouts.workflows.registry import workflow
+from rftdask.rollouts.workflows.base import PolicyModel, Response, Step, WorkflowFn
 from tests.unit.rollouts.rollout_cases import (
     VERSION,
     CharTokenizer,
     cut_at,
+    engine_of,
     generation,
+    named,
     outcome,
     prompt_of,
     replies,
-    run,
     task,
 )
 
 Messages = list[dict[str, Any]]
-_numbers = iter(range(1_000_000))
 ASKED: Messages = [{"role": "user", "content": "q"}]
 
 
-def rows_of(function: Callable[[Task, PolicyModel], Awaitable[Any]], engine: GenerateBatch, **changes: Any) -> Any:
+def rows_of(function: WorkflowFn, engine: GenerateBatch, tokenizer: Any = None, **changes: Any) -> Any:
     """The rows of one rollout of a workflow."""
-    name = f"conversation_{next(_numbers)}"
-    workflow(name, in_process=True)(function)
-    return run([task(0, workflow=name)], engine, **changes)
+    policy = TextEngine(engine, tokenizer or CharTokenizer())
+    return outcome([task(0, named(function))], policy, {}, **changes).experiences
 
 
 def said(answer: Response, *more: tuple[str, str]) -> Messages:
@@ -52,6 +49,17 @@ def said(answer: Response, *more: tuple[str, str]) -> Messages:
         {"role": "assistant", "content": answer.text},
         *({"role": role, "content": content} for role, content in more),
     ]
+
+
+def two_turns(role: str, content: str, *, first: Any = None, second: Any = None) -> WorkflowFn:
+    """Workflow that adds a message to the first answer. first, second: sampling of the turns."""
+
+    async def talk(task: Task, model: PolicyModel) -> float:
+        answer = await model.chat(ASKED, **(first or {}))
+        await model.chat([*ASKED, *said(answer, (role, content))], **(second or {}))
+        return 1.0
+
+    return talk
 
 
 def pieces(row: Experience) -> list[tuple[str, str]]:
@@ -96,16 +104,13 @@ def test_tokens_have_the_experts_of_their_first_call() -> None:
         experts = (length.to_bytes(2, "little") * 3,) * (length + len(answer.tokens) - 1)
         return replace(answer, routed_experts=experts)
 
-    async def engine(requests: list[GenerateRequest]) -> list[Generation]:
-        return [with_experts(request) for request in requests]
-
     async def talk(task: Task, model: PolicyModel) -> float:
         messages = list(ASKED)
         for _ in range(3):
             messages += said(await model.chat(messages), ("tool", "o"))
         return 1.0
 
-    [row] = rows_of(talk, engine)
+    [row] = rows_of(talk, engine_of(with_experts))
     assert row.routed_experts is not None and row.turns is not None and len(row.turns) == 3
     assert row.routed_experts.shape == (len(row.tokens) - 1, 3)
     begin = 0
@@ -117,7 +122,7 @@ def test_tokens_have_the_experts_of_their_first_call() -> None:
         begin = end
     assert begin == len(row.routed_experts)
     # The engine reports experts also for tokens after a stop text.
-    [row, *_] = rows_of(talk, engine, sampling=SamplingParams(max_tokens=100, stop=("b",)))
+    [row, *_] = rows_of(talk, engine_of(with_experts), sampling=SamplingParams(max_tokens=100, stop=("b",)))
     assert row.response_text == "a" and row.routed_experts is not None
     assert len(row.routed_experts) == len(row.tokens) - 1 == row.prompt_length + 1
 
@@ -127,44 +132,37 @@ def test_tokens_have_the_version_that_sampled_them() -> None:
     changes = {0: [(0, 7), (3, 8)], 1: [(0, 8), (1, 9)]}
     numbers = itertools.count()
 
-    async def engine(requests: list[GenerateRequest]) -> list[Generation]:
-        return [generation("ab!", request).sampled_by(changes[next(numbers) % 2]) for request in requests]
-
-    async def talk(task: Task, model: PolicyModel) -> float:
-        await model.chat([*ASKED, *said(await model.chat(ASKED), ("tool", "o"))])
-        return 1.0
-
-    [row] = rows_of(talk, engine)
+    engine = engine_of(lambda request: generation("ab!", request).sampled_by(changes[next(numbers) % 2]))
+    [row] = rows_of(two_turns("tool", "o"), engine)
     [stored] = experiences_to_table([row]).to_pylist()
     added = len("<tool>o<assistant>")
     assert token_versions(stored) == [7, 7, 7, 8, *[None] * added, 8, 9, 9, 9]
     assert row.version_starts == ((0, 7), (3, 8), (4 + added + 1, 9)), "a version is recorded where it begins"
     assert (row.min_policy_version, row.max_policy_version) == (7, 9)
     # Newer weights sampled only tokens after the stop text, which are cut.
-    [first, *_] = rows_of(talk, engine, sampling=SamplingParams(max_tokens=100, stop=("b",)))
+    [first, *_] = rows_of(two_turns("tool", "o"), engine, sampling=SamplingParams(max_tokens=100, stop=("b",)))
     assert (first.min_policy_version, first.max_policy_version, first.version_starts) == (7, 7, None)
 
 
 def test_answer_with_ended_thoughts_has_versions_of_both_parts() -> None:
     parts = iter([("hmm", [(0, 7), (2, 8)]), ("4", [(0, 8), (1, 9)])])
 
-    async def engine(requests: list[GenerateRequest]) -> list[Generation]:
+    def next_part(request: GenerateRequest) -> Generation:
         text, versions = next(parts)
-        return [generation(text, request).sampled_by(versions) for request in requests]
+        return generation(text, request).sampled_by(versions)
 
     async def think(task: Task, model: PolicyModel) -> float:
         await model.generate("p<think>", thinking_token_budget=3)
         return 1.0
 
-    [row] = rows_of(think, engine)
+    [row] = rows_of(think, engine_of(next_part))
     assert row.response_text == "hmm\n</think>\n\n4"
     assert row.version_starts == ((0, 7), (2, 8), (len(row.response_text), 9)), "the last one is of the end token"
     assert (row.min_policy_version, row.max_policy_version) == (7, 9)
 
 
 def test_unreported_versions_are_not_guessed() -> None:
-    async def engine(requests: list[GenerateRequest]) -> list[Generation]:
-        return [replace(generation("ab!", request), max_policy_version=VERSION + 1) for request in requests]
+    engine = engine_of(lambda request: replace(generation("ab!", request), max_policy_version=VERSION + 1))
 
     async def ask(task: Task, model: PolicyModel) -> float:
         await model.chat(ASKED)
@@ -186,17 +184,8 @@ class Merging(CharTokenizer):
 
 
 def test_only_added_text_is_tokenized() -> None:
-    name = f"conversation_{next(_numbers)}"
-
-    async def two_turns(task: Task, model: PolicyModel) -> float:
-        answer = await model.chat(ASKED)
-        await model.chat([*ASKED, *said(answer, ("user", "ab"))])
-        return 1.0
-
-    workflow(name, in_process=True)(two_turns)
     calls: list[list[GenerateRequest]] = []
-    engine = TextEngine(replies("ab", calls), Merging())
-    [row] = outcome([task(0, workflow=name)], engine, {}).experiences
+    [row] = rows_of(two_turns("user", "ab"), replies("ab", calls), Merging())
     first = [*map(ord, "<user>q<assistant>"), ord("a"), ord("b"), 0]
     assert list(calls[1][0].prompt_tokens) == [*first, *map(ord, "<user>"), 0x100, *map(ord, "<assistant>")]
     assert list(row.tokens[: len(first)]) == first
@@ -216,15 +205,7 @@ class Stripping(CharTokenizer):
 
 @pytest.mark.parametrize(("role", "num_turns"), [("tool", [2]), ("user", [1, 1])])
 def test_template_that_strips_thinking_begins_a_row(role: str, num_turns: list[int]) -> None:
-    name = f"conversation_{next(_numbers)}"
-
-    async def two_turns(task: Task, model: PolicyModel) -> float:
-        answer = await model.chat(ASKED)
-        await model.chat([*ASKED, *said(answer, (role, "r"))])
-        return 1.0
-
-    workflow(name, in_process=True)(two_turns)
-    rows = outcome([task(0, workflow=name)], TextEngine(replies("<think>hm</think>a"), Stripping()), {}).experiences
+    rows = rows_of(two_turns(role, "r"), replies("<think>hm</think>a"), Stripping())
     assert [len(row.turns or (1,)) for row in rows] == num_turns
     assert [row.metrics.get("branches/answer", 0.0) for row in rows] == [0.0, 1.0][: len(rows)]
 
@@ -253,35 +234,21 @@ async def forked(task: Task, model: PolicyModel) -> float:
     return 1.0
 
 
-async def cooler(task: Task, model: PolicyModel) -> float:
-    answer = await model.chat(ASKED)
-    await model.chat([*ASKED, *said(answer, ("user", "r"))], temperature=0.5)
-    return 1.0
-
-
-async def too_long(task: Task, model: PolicyModel) -> float:
-    answer = await model.chat(ASKED)
-    await model.chat([*ASKED, *said(answer, ("user", "r"))])
-    return 1.0
-
-
 @pytest.mark.parametrize(
-    ("workflow", "reason", "num_turns"),
+    ("workflow", "limit", "reason", "num_turns"),
     [
-        (changed_answer, Branch.ANSWER, [1, 1]),
-        (summarized, Branch.HISTORY, [1, 1]),
-        (asked_again, Branch.FORKED, [1, 1]),
-        (forked, Branch.FORKED, [2, 1]),
-        (cooler, Branch.SAMPLING, [1, 1]),
-        (too_long, Branch.TRUNCATED, [1, 1]),
+        (changed_answer, 40, Branch.ANSWER, [1, 1]),
+        (summarized, 40, Branch.HISTORY, [1, 1]),
+        (asked_again, 40, Branch.FORKED, [1, 1]),
+        (forked, 40, Branch.FORKED, [2, 1]),
+        (two_turns("user", "r", second={"temperature": 0.5}), 40, Branch.SAMPLING, [1, 1]),
+        (two_turns("user", "r"), 20, Branch.TRUNCATED, [1, 1]),
     ],
 )
 def test_prompt_that_does_not_continue_begins_a_row_with_reason(
-    workflow: Any, reason: Branch, num_turns: list[int]
+    workflow: WorkflowFn, limit: int, reason: Branch, num_turns: list[int]
 ) -> None:
-    rows = rows_of(workflow, replies("a"), model=cut_at(40, enable_prompt_truncation=True))
-    if workflow is too_long:
-        rows = rows_of(workflow, replies("a"), model=cut_at(20, enable_prompt_truncation=True))
+    rows = rows_of(workflow, replies("a"), model=cut_at(limit, enable_prompt_truncation=True))
     assert [len(row.turns or (1,)) for row in rows] == num_turns
     assert [row.uid for row in rows] == [f"t/0/0/0/{ordinal}" for ordinal in range(len(rows))]
     reasons = [[name for name in row.metrics if name.startswith("branches/")] for row in rows]
@@ -330,10 +297,5 @@ def test_two_conversations_with_one_beginning_both_continue() -> None:
 
 
 def test_row_is_truncated_if_any_turn_was() -> None:
-    async def cut_once(task: Task, model: PolicyModel) -> float:
-        answer = await model.chat(ASKED, max_tokens=1)
-        await model.chat([*ASKED, *said(answer, ("user", "r"))])
-        return 1.0
-
-    [row] = rows_of(cut_once, replies("abc"))
+    [row] = rows_of(two_turns("user", "r", first={"max_tokens": 1}), replies("abc"))
     assert row.status is Status.TRUNCATED and len(row.turns) == 2

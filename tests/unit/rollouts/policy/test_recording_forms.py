@@ -19,9 +19,7 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
-from rftdask.rollouts.runner import TextEngine
-from tests.unit.rollouts.policy.agent_rows import Agent, agent_rows
-from tests.unit.rollouts.policy.test_openai_api import ASKED
+from tests.unit.rollouts.policy.agent_rows import ASKED, Agent, ask, rows, sampled
 from tests.unit.rollouts.rollout_cases import replies
 
 LOOK: Any = {
@@ -51,15 +49,14 @@ def rows_of(engine: TransformersEngine, agent: Agent, template: str = TEMPLATE) 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
         return await asyncio.to_thread(engine.generate, requests)
 
-    return agent_rows(agent, TextEngine(generate, tokenizer, is_guided=True))
+    return rows(agent, generate, tokenizer, is_guided=True)
 
 
 def test_answer_has_the_requested_form(engine: TransformersEngine) -> None:
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        answer = await create(model="p", messages=ASKED, response_format=FORMAT)
-        assert json.loads(answer.choices[0].message.content)["yes"] in (True, False)
-        chunks = await create(model="p", messages=ASKED, response_format=FORMAT, stream=True)
+        answer = await ask(client, response_format=FORMAT)
+        assert json.loads(answer.message.content)["yes"] in (True, False)
+        chunks = await client.chat.completions.create(model="p", messages=ASKED, response_format=FORMAT, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
         assert json.loads(text)["yes"] in (True, False)
         answered = await client.responses.create(
@@ -75,10 +72,8 @@ def test_answer_has_the_requested_form(engine: TransformersEngine) -> None:
 
 def test_required_tool_is_called(engine: TransformersEngine) -> None:
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
-        options: dict[str, Any] = {"model": "p", "messages": ASKED, "tools": TOOLS, "parallel_tool_calls": False}
         for choice in ("required", {"type": "function", "function": {"name": "look"}}):
-            answer = (await create(**options, tool_choice=choice)).choices[0]
+            answer = await ask(client, tools=TOOLS, parallel_tool_calls=False, tool_choice=choice)
             [call] = answer.message.tool_calls
             assert answer.finish_reason == "tool_calls" and call.function.name in ("look", "go")
             arguments = json.loads(call.function.arguments)
@@ -108,10 +103,8 @@ def test_thinking_budget_ends_thoughts_with_untrained_tokens(engine: Transformer
     template = TEMPLATE + "<think>{% if enable_thinking %}</think>{% endif %}"
 
     async def agent(client: AsyncOpenAI) -> None:
-        answer = await client.chat.completions.create(
-            model="p", messages=ASKED, max_tokens=40, extra_body={"thinking_token_budget": budget, "bad_words": ["<"]}
-        )
-        message: Any = answer.choices[0].message
+        extra = {"thinking_token_budget": budget, "bad_words": ["<"]}
+        message = (await ask(client, max_tokens=40, extra_body=extra)).message
         assert len(message.reasoning.encode()) <= 4 * budget and message.content
 
     [row] = rows_of(engine, agent, template)
@@ -126,13 +119,10 @@ def test_thinking_budget_ends_thoughts_with_untrained_tokens(engine: Transformer
 
 
 def test_answer_without_thoughts_ignores_the_budget() -> None:
-    from tests.unit.rollouts.policy.test_openai_api import rows, sampled
-
     async def agent(client: AsyncOpenAI) -> None:
         for budget in (2, 100):
-            extra = {"thinking_token_budget": budget}
-            answer = await client.chat.completions.create(model="p", messages=ASKED, extra_body=extra)
-            assert answer.choices[0].message.content in ("heleven", "hello!")
+            answer = await ask(client, extra_body={"thinking_token_budget": budget})
+            assert answer.message.content in ("heleven", "hello!")
 
     def say(request: GenerateRequest) -> str:
         return "leven" if request.prompt_tokens[-1] == ord("e") else "hello!"
@@ -159,12 +149,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def test_invalid_form_is_refused_by_name(engine: TransformersEngine) -> None:
     async def agent(client: AsyncOpenAI) -> None:
-        create: Any = client.chat.completions.create
         for options, param in REFUSED:
             with pytest.raises(openai.BadRequestError) as error:
-                await create(**{"model": "p", "messages": ASKED, **options})
+                await ask(client, **options)
             assert error.value.param == param and param in error.value.message, options
-        await create(model="p", messages=ASKED, max_tokens=3)
+        await ask(client, max_tokens=3)
 
     assert len(rows_of(engine, agent)) == 1
 
@@ -174,7 +163,7 @@ def test_missing_llguidance_is_reported(engine: TransformersEngine, monkeypatch:
 
     async def agent(client: AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="pip install"):
-            await client.chat.completions.create(model="p", messages=ASKED, response_format=FORMAT)
-        await client.chat.completions.create(model="p", messages=ASKED, max_tokens=3)
+            await ask(client, response_format=FORMAT)
+        await ask(client, max_tokens=3)
 
     assert len(rows_of(engine, agent)) == 1

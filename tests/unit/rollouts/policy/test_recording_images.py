@@ -20,9 +20,8 @@ from rftdask.data.images import ImageFolder, ImageProcessor, data_url, name_of
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_image_model
-from rftdask.rollouts.runner import TextEngine
 from rftdask.storage import open_storage
-from tests.unit.rollouts.policy.agent_rows import agent_rows
+from tests.unit.rollouts.policy.agent_rows import rows
 from tests.versions import needs_newer_transformers
 
 GREEDY: Any = {"model": "p", "temperature": 0, "max_tokens": 5}
@@ -72,28 +71,19 @@ def test_image_of_a_request_equals_one_of_a_task(tmp_path: Path) -> None:
         assert said["content"][0]["text"] == first.content  # type: ignore[index]
         counted: Any = await client.post("/messages/count_tokens", body=body, cast_to=object)
         assert counted["input_tokens"] == said["usage"]["input_tokens"]  # type: ignore[index]
-        refused = (
-            "https://example.org/a.png",
-            "file:///etc/passwd",
-            "/etc/passwd",
-            "data:image/png;base64,AAAA",
-            "0" * 64,
-        )
-        for address in refused:
+        files = ("https://example.org/a.png", "file:///etc/passwd", "/etc/passwd")
+        for address in (*files, "data:image/png;base64,AAAA", "0" * 64):
             with pytest.raises(openai.BadRequestError) as error:
                 await create(messages=asked({"type": "image_url", "image_url": {"url": address}}), **GREEDY)
             assert error.value.param == "messages", address
 
-    rows = agent_rows(agent, TextEngine(generate, tokenizer, is_guided=True, images=images))
-    assert [row.images for row in rows] == [(name_of(file),)] * 4
+    first, named, *_ = recorded = rows(agent, generate, tokenizer, is_guided=True, images=images)
+    assert [row.images for row in recorded] == [(name_of(file),)] * 4
     assert storage.get(f"media/{name_of(file)}") == file
-    assert rows[0].turns is not None and len(rows[0].turns) == 2
-    tokens = rows[1].tokens.tolist()
-    length = rows[1].prompt_length
-    assert tuple(tokens[:length]).count(images.placeholder_id) == images.tokens(name_of(file)).count(
-        images.placeholder_id
-    )
-    [alone] = engine.generate(
-        [GenerateRequest(tuple(tokens[:length]), SamplingParams(5, temperature=0.0), 0, (name_of(file),))]
-    )
-    assert list(alone.tokens) == tokens[length:]
+    assert first.turns is not None and len(first.turns) == 2
+    prompt, answer = tuple(named.tokens[: named.prompt_length].tolist()), named.tokens[named.prompt_length :].tolist()
+    placeholder = images.placeholder_id
+    assert prompt.count(placeholder) == images.tokens(name_of(file)).count(placeholder)
+    request = GenerateRequest(prompt, SamplingParams(5, temperature=0.0), 0, (name_of(file),))
+    [alone] = engine.generate([request])
+    assert list(alone.tokens) == answer

@@ -16,7 +16,13 @@ from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
 from rftdask.rollouts.policy import rate_limit
 from rftdask.rollouts.policy.rate_limit import RateLimit
-from rftdask.rollouts.policy.remote_model import RemoteModel, RemoteModelError, check_service, retry_after_s
+from rftdask.rollouts.policy.remote_model import (
+    RemoteAnswer,
+    RemoteModel,
+    RemoteModelError,
+    check_service,
+    retry_after_s,
+)
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
@@ -38,6 +44,14 @@ def model(server: ApiServer, monkeypatch: pytest.MonkeyPatch, **changes: Any) ->
     return RemoteModel("m", SERVICE, **{"timeout_s": 30.0, **changes})
 
 
+async def answer_of(remote: RemoteModel, **sampling: Any) -> RemoteAnswer:
+    """Answer to one request, after which the model is closed."""
+    try:
+        return await remote.ask(QUESTION, SamplingParams(max_tokens=5, **sampling), seed=11)
+    finally:
+        await remote.close()
+
+
 def rollouts(remote: RemoteModel, tasks: list[Task], auxiliary: bool = False, **changes: Any) -> list[Experience]:
     """A runner with `remote` as the policy, or as the auxiliary model "judge" of a policy that answers 4."""
     batch = run_work_unit(
@@ -54,26 +68,12 @@ def rollouts(remote: RemoteModel, tasks: list[Task], auxiliary: bool = False, **
 
 
 def test_temporary_errors_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask(remote: RemoteModel) -> Any:
-        try:
-            return await remote.ask(QUESTION, SamplingParams(max_tokens=5, top_k=3, temperature=0.5), seed=11)
-        finally:
-            await remote.close()
-
     with api_server("it is 4", 429, 500, HANG, DROP, 503) as server:
-        answer = asyncio.run(ask(model(server, monkeypatch, timeout_s=1.0)))
+        answer = asyncio.run(answer_of(model(server, monkeypatch, timeout_s=1.0), top_k=3, temperature=0.5))
         assert (answer.text, answer.num_prompt_tokens, answer.num_response_tokens) == ("it is 4", 7, 3)
         assert len(server.requests) == 6
-        assert server.requests[-1] == {
-            "path": "/v1/chat/completions",
-            "model": "m",
-            "messages": QUESTION,
-            "max_tokens": 5,
-            "temperature": 0.5,
-            "top_p": 1.0,
-            "top_k": 3,
-            "seed": 11,
-        }
+        sampling = {"max_tokens": 5, "temperature": 0.5, "top_p": 1.0, "top_k": 3, "seed": 11}
+        assert server.requests[-1] == {"path": "/v1/chat/completions", "model": "m", "messages": QUESTION, **sampling}
 
 
 def test_requested_pause_applies_to_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,16 +81,14 @@ def test_requested_pause_applies_to_all_requests(monkeypatch: pytest.MonkeyPatch
 
     async def ask() -> float:
         first, second = (model(server, monkeypatch, limit=limit) for _ in range(2))
-        refused = asyncio.create_task(first.ask(QUESTION, SamplingParams(max_tokens=5), seed=1))
+        refused = asyncio.create_task(answer_of(first))
         async with asyncio.timeout(10.0):
             while not limit.paused_s:
                 await asyncio.sleep(0.005)
         began_s, pause_s = time.monotonic(), limit.paused_s
-        await second.ask(QUESTION, SamplingParams(max_tokens=5), seed=2)
+        await answer_of(second)
         waited_s = time.monotonic() - began_s
         await refused
-        await first.close()
-        await second.close()
         return waited_s - pause_s
 
     with api_server("4", 429) as server:
@@ -100,14 +98,10 @@ def test_requested_pause_applies_to_all_requests(monkeypatch: pytest.MonkeyPatch
 
 
 def test_too_long_pause_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask(remote: RemoteModel) -> None:
-        with pytest.raises(RemoteModelError, match="planned status 429"):
-            await remote.ask(QUESTION, SamplingParams(max_tokens=5), seed=1)
-        await remote.close()
-
     with api_server("4", 429) as server:
         server.retry_after = "retry-after", "4000"
-        asyncio.run(ask(model(server, monkeypatch)))
+        with pytest.raises(RemoteModelError, match="planned status 429"):
+            asyncio.run(answer_of(model(server, monkeypatch)))
     assert len(server.requests) == 1
 
 

@@ -67,7 +67,9 @@ def leap(seconds: float) -> None:
     loop.leapt_s += seconds
 
 
-def run(body: Callable[[Engine, StreamingQueue], Awaitable[None]]) -> None:
+def with_engine(body: Callable[[Engine, StreamingQueue], Awaitable[None]]) -> Callable[[], None]:
+    """Make a test of `body`, with an engine and its queue."""
+
     async def main() -> None:
         engine = Engine()
         stream = StreamingQueue(Streaming(engine.submit, timeout_s=1000.0))
@@ -78,8 +80,11 @@ def run(body: Callable[[Engine, StreamingQueue], Awaitable[None]]) -> None:
             await stream.close()
         await until(lambda: all(future.done() for future in engine.futures.values()))
 
-    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
-        runner.run(main())
+    def test() -> None:
+        with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+            runner.run(main())
+
+    return test
 
 
 def ask(stream: StreamingQueue, name: str) -> asyncio.Task[Generation]:
@@ -93,118 +98,104 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-def test_requests_of_one_loop_pass_are_submitted_together() -> None:
-    async def body(engine: Engine, stream: StreamingQueue) -> None:
-        _tasks = [ask(stream, name) for name in "abc"]
-        await until(lambda: engine.calls)
-        assert engine.calls == ["a b c"]
-
-    run(body)
+@with_engine
+async def test_requests_of_one_loop_pass_are_submitted_together(engine: Engine, stream: StreamingQueue) -> None:
+    _tasks = [ask(stream, name) for name in "abc"]
+    await until(lambda: engine.calls)
+    assert engine.calls == ["a b c"]
 
 
-def test_request_can_overtake_a_running_one() -> None:
-    async def body(engine: Engine, stream: StreamingQueue) -> None:
-        long = ask(stream, "long")
-        await until(lambda: "long" in engine.futures)
-        short = ask(stream, "short")
-        await until(lambda: "short" in engine.futures)
-        engine.answer("short")
-        assert (await short).tokens == (*map(ord, "short"), 0)
-        assert not long.done()
-        engine.answer("long")
-        assert (await long).tokens == (*map(ord, "long"), 0)
-
-    run(body)
+@with_engine
+async def test_request_can_overtake_a_running_one(engine: Engine, stream: StreamingQueue) -> None:
+    long = ask(stream, "long")
+    await until(lambda: "long" in engine.futures)
+    short = ask(stream, "short")
+    await until(lambda: "short" in engine.futures)
+    engine.answer("short")
+    assert (await short).tokens == (*map(ord, "short"), 0)
+    assert not long.done()
+    engine.answer("long")
+    assert (await long).tokens == (*map(ord, "long"), 0)
 
 
-def test_cancelled_request_leaves_the_engine() -> None:
-    async def body(engine: Engine, stream: StreamingQueue) -> None:
-        first, neighbor = ask(stream, "a"), ask(stream, "b")
-        await until(lambda: engine.calls)
-        first.cancel()
-        await until(lambda: engine.futures["a"].cancelled())
-        again = ask(stream, "c")
-        await until(lambda: "c" in engine.futures)
-        for name in "bc":
-            engine.answer(name)
-        assert (await neighbor).tokens[0] == ord("b") and (await again).tokens[0] == ord("c")
-
-    run(body)
+@with_engine
+async def test_cancelled_request_leaves_the_engine(engine: Engine, stream: StreamingQueue) -> None:
+    first, neighbor = ask(stream, "a"), ask(stream, "b")
+    await until(lambda: engine.calls)
+    first.cancel()
+    await until(lambda: engine.futures["a"].cancelled())
+    again = ask(stream, "c")
+    await until(lambda: "c" in engine.futures)
+    for name in "bc":
+        engine.answer(name)
+    assert (await neighbor).tokens[0] == ord("b") and (await again).tokens[0] == ord("c")
 
 
-def test_request_cancelled_before_sending_is_not_sent() -> None:
-    async def body(engine: Engine, stream: StreamingQueue) -> None:
-        first = ask(stream, "a")
-        await asyncio.sleep(0)  # the request is queued but not sent
-        first.cancel()
-        second = ask(stream, "b")
-        await until(lambda: engine.calls)
-        assert engine.calls == ["b"]
-        second.cancel()
-
-    run(body)
+@with_engine
+async def test_request_cancelled_before_sending_is_not_sent(engine: Engine, stream: StreamingQueue) -> None:
+    first = ask(stream, "a")
+    await asyncio.sleep(0)  # the request is queued but not sent
+    first.cancel()
+    second = ask(stream, "b")
+    await until(lambda: engine.calls)
+    assert engine.calls == ["b"]
+    second.cancel()
 
 
-def test_failure_reaches_waiting_and_later_requests() -> None:
-    async def body(engine: Engine, stream: StreamingQueue) -> None:
-        first, second = ask(stream, "a"), ask(stream, "b")
-        await until(lambda: engine.calls)
-        for future in engine.futures.values():
-            future.set_exception(RoleError("gone"))
-        third = ask(stream, "c")  # before the failure is known
-        for waiting in (first, second, third):
-            with pytest.raises(RoleError, match="gone"):
-                await waiting
+@with_engine
+async def test_failure_reaches_waiting_and_later_requests(engine: Engine, stream: StreamingQueue) -> None:
+    first, second = ask(stream, "a"), ask(stream, "b")
+    await until(lambda: engine.calls)
+    for future in engine.futures.values():
+        future.set_exception(RoleError("gone"))
+    third = ask(stream, "c")  # before the failure is known
+    for waiting in (first, second, third):
         with pytest.raises(RoleError, match="gone"):
-            await ask(stream, "d")
-        assert isinstance(stream.failure, RoleError) and "d" not in engine.futures
-
-    run(body)
-
-
-def test_silent_engine_is_detected_despite_retries() -> None:
-    async def body(engine: Engine, stream: StreamingQueue) -> None:
-        for name in "ab":
-            trying = ask(stream, name)
-            await until(lambda name=name: name in engine.futures)  # type: ignore[misc]
-            leap(400.0)
-            trying.cancel()
-            await until(engine.futures[name].cancelled)
-            leap(5000.0)  # no request is running
-        patient, other = ask(stream, "c"), ask(stream, "d")
-        await until(lambda: "c" in engine.futures)
-        leap(150.0)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert stream.failure is None
-        leap(60.0)
-        for waiting in (patient, other):
-            with pytest.raises(WaitTimeout, match=r"gave no answer for 101\d s, with 2 requests running"):
-                await waiting
-
-    run(body)
+            await waiting
+    with pytest.raises(RoleError, match="gone"):
+        await ask(stream, "d")
+    assert isinstance(stream.failure, RoleError) and "d" not in engine.futures
 
 
-def test_silence_counts_only_while_requests_run() -> None:
-    async def body(engine: Engine, stream: StreamingQueue) -> None:
-        slow = ask(stream, "slow")
-        for name in "abc":
-            quick = ask(stream, name)
-            await until(lambda name=name: name in engine.futures)  # type: ignore[misc]
-            leap(900.0)
-            engine.answer(name)
-            await quick
-        engine.answer("slow")
-        await slow
-        leap(5000.0)
-        last = ask(stream, "last")
-        await until(lambda: "last" in engine.futures)
+@with_engine
+async def test_silent_engine_is_detected_despite_retries(engine: Engine, stream: StreamingQueue) -> None:
+    for name in "ab":
+        trying = ask(stream, name)
+        await until(lambda name=name: name in engine.futures)  # type: ignore[misc]
+        leap(400.0)
+        trying.cancel()
+        await until(engine.futures[name].cancelled)
+        leap(5000.0)  # no request is running
+    patient, other = ask(stream, "c"), ask(stream, "d")
+    await until(lambda: "c" in engine.futures)
+    leap(150.0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert stream.failure is None
+    leap(60.0)
+    for waiting in (patient, other):
+        with pytest.raises(WaitTimeout, match=r"gave no answer for 101\d s, with 2 requests running"):
+            await waiting
+
+
+@with_engine
+async def test_silence_counts_only_while_requests_run(engine: Engine, stream: StreamingQueue) -> None:
+    slow = ask(stream, "slow")
+    for name in "abc":
+        quick = ask(stream, name)
+        await until(lambda name=name: name in engine.futures)  # type: ignore[misc]
         leap(900.0)
-        engine.answer("last")
-        await last
-        assert stream.busy_s == pytest.approx(4 * 900.0, abs=DEADLINE_S)
-
-    run(body)
+        engine.answer(name)
+        await quick
+    engine.answer("slow")
+    await slow
+    leap(5000.0)
+    last = ask(stream, "last")
+    await until(lambda: "last" in engine.futures)
+    leap(900.0)
+    engine.answer("last")
+    await last
+    assert stream.busy_s == pytest.approx(4 * 900.0, abs=DEADLINE_S)
 
 
 # ---- with rollouts

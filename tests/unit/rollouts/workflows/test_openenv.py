@@ -48,7 +48,7 @@ def test_episode_is_one_chat_with_environment_rewards(url: str) -> None:
     reward, model = episode(url, "3", "<action>9</action> or <action>7</action>", rules="guess")
     assert [step.reward for step in reward.steps] == [-0.25, 1.0]
     assert (reward.value, reward.metrics["env_done"], reward.metrics["num_turns"]) == (0.75, 1.0, 2.0)
-    assert model.asked == ["a digit?", "wrong"] and model.num_messages == [2, 4]
+    assert model.asked == ["a digit?", "wrong"] and [len(chat) for chat in model.prompts] == [2, 4]
     assert model.state == {"turn": 1} and "tool" in model.times
     cut, _ = episode(url + "/", "3", "4", "5", max_turns=2)
     assert (cut.value, cut.metrics["env_done"]) == (-0.5, 0.0)

@@ -33,16 +33,19 @@ class Script(ForwardingPolicy):
     def __init__(self, answers: Sequence[str], judged: Sequence[Any] = ()) -> None:
         super().__init__(("judge",) if judged else ())
         self.asked: list[str] = []
-        self.num_messages: list[int] = []
+        self.prompts: list[Any] = []
+        """Texts, and chats as (role, content) pairs."""
         self._answers = {POLICY: iter(answers), "judge": iter(judged)}
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
         said = next(self._answers[name])
         if method == "logprobs":
             return said
-        self.num_messages.append(len(arguments.get("messages", ())))
-        prompt = arguments["messages"][-1]["content"] if method == "chat" else arguments["prompt"]
-        self.asked.append(f"{name}{prompt}")
+        prompt: Any = arguments.get("prompt", "")
+        if method == "chat":
+            prompt = [(message["role"], message["content"]) for message in arguments["messages"]]
+        self.prompts.append(prompt)
+        self.asked.append(f"{name}{prompt[-1][1] if method == 'chat' else prompt}")
         return Response(said, (1,), tuple(range(len(said))), (), "stop")
 
 
@@ -142,23 +145,22 @@ def test_game_with_history_is_one_chat() -> None:
     reward = play("gymnasium_workflow", model, workflow_args=arguments, row={"seed": 2})
     assert len(reward.steps) == len(model.asked) > 1
     assert model.asked[0].startswith(f"({reward.steps[0].state.strip('()')})")  # type: ignore[union-attr]
-    assert model.num_messages == [2 * turn + 1 for turn in range(len(model.asked))]
+    assert [len(chat) for chat in model.prompts] == [2 * turn + 1 for turn in range(len(model.asked))]
 
 
 @pytest.mark.extras
 @pytest.mark.filterwarnings("ignore")
 def test_textarena_game_is_a_chat() -> None:
     pytest.importorskip("textarena")
-    arguments = {"env_id": "GuessTheNumber-v0"}
+    arguments: dict[str, Any] = {"env_id": "GuessTheNumber-v0"}
     model = Script([f"[{number}]" for number in range(1, 21)])
     reward = play("textarena_workflow", model, workflow_args=arguments, row={"seed": 3})
     assert model.asked[0].startswith("You are Player 0.") and "higher" in model.asked[1]
     assert "Guess The Number" not in model.asked[1], "earlier text is not repeated"
-    assert reward.metrics["num_turns"] == len(model.asked) and model.num_messages[1] == 3
+    assert reward.metrics["num_turns"] == len(model.asked) and len(model.prompts[1]) == 3
     assert reward.metrics["success"] == float(reward.value > 0)
-    again = play(
-        "textarena_workflow", Script(["[5]"] * 20), workflow_args={**arguments, "max_turns": 2}, row={"seed": 3}
-    )
+    arguments["max_turns"] = 2
+    again = play("textarena_workflow", Script(["[5]"] * 20), workflow_args=arguments, row={"seed": 3})
     assert again.metrics["num_turns"] <= 2
     with pytest.raises(ValueError, match="opponent is required if num_players"):
         play("textarena_workflow", Script([]), workflow_args={"env_id": "TicTacToe-v0", "num_players": 2})
@@ -257,14 +259,16 @@ def test_stated_confidence_gets_its_brier_score(said: str, parts: tuple[float, .
 def test_low_confidence_earns_nothing_without_a_truth() -> None:
     scored = compute_reward(task(reward_fn="rlcr_reward", truth=""), calibrated(sure="0"), "")
     assert scored.metrics["brier"] == 0.0 and scored.metrics["format"] == 0.5
+
+    def weighted(weights: dict[str, float]) -> float:
+        asked = task(reward_fn="rlcr_reward", reward_fn_args={"weights": weights})
+        return compute_reward(asked, calibrated(sure="1"), "").value
+
     whole = dict(zip(scored.metrics, (1.0, 2.0, 3.0, 0.0, 0.0), strict=True))
-    arguments = {"weights": whole}
-    assert (
-        compute_reward(task(reward_fn="rlcr_reward", reward_fn_args=arguments), calibrated(sure="1"), "").value == 6.0
-    )
+    assert weighted(whole) == 6.0
     for weights in ({"format": 1.0}, {**whole, "other": 1.0}, {**whole, "format": math.nan}):
         with pytest.raises(ValueError, match="needs a finite number for each of format, accuracy, brier"):
-            compute_reward(task(reward_fn="rlcr_reward", reward_fn_args={"weights": weights}), "", "")
+            weighted(weights)
 
 
 SMALL = [[0, 2, 3, 4], [3, 4, 1, 2], [2, 1, 4, 3], [4, 3, 2, 0]]

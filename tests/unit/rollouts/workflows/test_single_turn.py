@@ -1,58 +1,38 @@
 """Promises of the workflows: one call of the policy, the right prompt and reward, and lookup by name."""
 
-import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from rftdask.data.task import Task
 from rftdask.errors import UserError
-from rftdask.rollouts.policy.base import ForwardingPolicy, Method
-from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward
+from rftdask.rollouts.workflows.base import PolicyModel, Reward
 from rftdask.rollouts.workflows.registry import find_workflow, workflow
 from rftdask.rollouts.workflows.single_turn import BOXED_SYSTEM_PROMPT, MATH_SYSTEM_PROMPT, THINKING_SYSTEM_PROMPT
+from tests.unit.rollouts.workflows.test_shipped_workflows import Script, play
+
+ASKED = ("user", "2+2?")
 
 
-class ScriptedModel(ForwardingPolicy):
-    """A PolicyModel that gives one answer and records its calls."""
-
-    def __init__(self, answer: str) -> None:
-        super().__init__()
-        self.asked: list[Any] = []
-        self._answer = answer
-
-    async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        if method == "chat":
-            self.asked.append([(message["role"], message["content"]) for message in arguments["messages"]])
-        else:
-            self.asked.append(arguments["prompt"])
-        return Response(self._answer, (), (), (), "stop")
-
-
-def task(*messages: tuple[str, str], **fields: Any) -> Task:
-    chat = tuple({"role": role, "content": content} for role, content in messages or [("user", "2+2?")])
-    return Task(**{"taskset": "t", "epoch": 0, "index": 0, "messages": chat, "truth": "4", **fields})
-
-
-def run(name: str, task: Task, answer: str) -> tuple[float | Reward, list[Any]]:
-    model = ScriptedModel(answer)
-    return asyncio.run(find_workflow(name).run(task, model)), model.asked  # type: ignore[arg-type]
+def run(name: str, answer: str, *chat: tuple[str, str], **fields: Any) -> tuple[Reward, list[Any]]:
+    """The reward of one answer, and the prompts."""
+    model, messages = Script([answer]), tuple({"role": role, "content": text} for role, text in chat or [ASKED])
+    return play(name, model, **{"messages": messages, "truth": "4", **fields}), model.prompts
 
 
 def test_simple_workflow_sends_the_chat_unchanged() -> None:
-    reward, asked = run("simple_workflow", task(reward_fn="math_reward"), "so 4")
-    assert (reward, asked) == (Reward(1.0, {"accuracy": 1.0}), [[("user", "2+2?")]])
+    reward, asked = run("simple_workflow", "so 4", reward_fn="math_reward")
+    assert (reward, asked) == (Reward(1.0, {"accuracy": 1.0}), [[ASKED]])
 
 
 def test_simple_workflow_uses_exact_reward_by_default() -> None:
-    assert run("simple_workflow", task(), "so 4")[0] == Reward(0.0, {"accuracy": 0.0})
-    assert run("simple_workflow", task(), "4")[0] == Reward(1.0, {"accuracy": 1.0})
+    assert run("simple_workflow", "so 4")[0] == Reward(0.0, {"accuracy": 0.0})
+    assert run("simple_workflow", "4")[0] == Reward(1.0, {"accuracy": 1.0})
 
 
 @pytest.mark.parametrize("name", ["simple_workflow", "math_workflow", "math_boxed_workflow"])
 def test_plain_text_prompt_is_continued_unchanged(name: str) -> None:
-    assert run(name, task(messages=(), prompt="2+2="), "4")[1] == ["2+2="]
+    assert run(name, "4", messages=(), prompt="2+2=")[1] == ["2+2="]
 
 
 @pytest.mark.parametrize(
@@ -66,20 +46,20 @@ def test_plain_text_prompt_is_continued_unchanged(name: str) -> None:
 def test_math_workflows_add_a_system_prompt_by_default(
     name: str, arguments: dict[str, Any], system_prompt: str
 ) -> None:
-    assert run(name, task(workflow_args=arguments), "4")[1] == [[("system", system_prompt), ("user", "2+2?")]]
-    own = [("system", "own"), ("user", "2+2?")]
-    assert run(name, task(*own, workflow_args=arguments), "4")[1] == [own]
+    assert run(name, "4", workflow_args=arguments)[1] == [[("system", system_prompt), ASKED]]
+    own = [("system", "own"), ASKED]
+    assert run(name, "4", *own, workflow_args=arguments)[1] == [own]
 
 
 def test_math_workflow_finds_the_answer_in_the_text() -> None:
-    assert run("math_workflow", task(), "2+2 = 4\n#### 4")[0] == Reward(1.0, {"accuracy": 1.0})
-    assert run("math_workflow", task(reward_fn="exact_reward"), "#### 4")[0] == Reward(0.0, {"accuracy": 0.0})
+    assert run("math_workflow", "2+2 = 4\n#### 4")[0] == Reward(1.0, {"accuracy": 1.0})
+    assert run("math_workflow", "#### 4", reward_fn="exact_reward")[0] == Reward(0.0, {"accuracy": 0.0})
 
 
 @pytest.mark.parametrize("reward_fn", ["", "math_boxed_reward"])
 def test_math_boxed_workflow_charges_for_a_missing_thought(reward_fn: str) -> None:
     arguments = {"with_think": True, "format_score_coef": 0.25}
-    reward, _ = run("math_boxed_workflow", task(workflow_args=arguments, reward_fn=reward_fn), r"\boxed{4}")
+    reward, _ = run("math_boxed_workflow", r"\boxed{4}", workflow_args=arguments, reward_fn=reward_fn)
     assert reward == Reward(0.75, {"accuracy": 1.0, "format_score": -0.25})
 
 
@@ -105,12 +85,12 @@ def not_async(task: Task, model: PolicyModel) -> float:
 
 def test_class_is_instantiated_for_each_rollout() -> None:
     workflow("test_counting_workflow")(Counting)
-    assert [run("test_counting_workflow", task(), "")[0] for _ in range(2)] == [1.0, 1.0]
+    assert [run("test_counting_workflow", "")[0].value for _ in range(2)] == [1.0, 1.0]
 
 
 def test_object_with_run_is_a_workflow() -> None:
     workflow("test_counting_object")(Counting())
-    assert run("test_counting_object", task(), "")[0] == 1.0
+    assert run("test_counting_object", "")[0].value == 1.0
 
 
 def test_dotted_path_names_an_unregistered_workflow() -> None:
