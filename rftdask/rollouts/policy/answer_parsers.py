@@ -210,7 +210,7 @@ class AnswerParser:
 
 
 def before_any(text: str, marks: Sequence[str]) -> str:
-    """The text before the first mark; a beginning of a mark at the end of the text is cut as well."""
+    """Return the text before the first mark; a beginning of a mark at the end of the text is cut as well."""
     if positions := [text.index(mark) for mark in marks if mark in text]:
         return text[: min(positions)]
     for length in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
@@ -233,7 +233,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 
 
 def template_of(tokenizer: Tokenizer | None) -> str | None:
-    """Source of the chat template; None: the tokenizer has none."""
+    """Return the source of the chat template; None: the tokenizer has none."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):  # several by name, such as one for chats with tools
         template = "\n".join(map(str, template.values()))
@@ -287,7 +287,7 @@ def _shown(marks: Mapping[str, str], template: str | None) -> str | None:
 
 
 def _vllm_parser(key: str, name: str) -> tuple[Any, Any]:
-    """vLLM's parser class for a config key, and the class of its requests. Raises: UserError."""
+    """Return vLLM's parser class for a config key, and the class of its requests. Raises: UserError."""
     if importlib.util.find_spec("vllm") is None:
         names = "hermes, openai" if key == "tool_call_parser" else f"{', '.join(_OWN_THOUGHTS)}, openai_gptoss"
         raise UserError(

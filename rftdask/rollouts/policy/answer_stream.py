@@ -26,6 +26,12 @@ Certain: TypeAlias = Callable[[str], tuple[str, str]]
 """Returns the final (reasoning, content) of an answer that begins with a text."""
 OnText: TypeAlias = Callable[[int, Part, str], None]
 """Receives (choice, part, text), the next piece of a choice; called on the event loop."""
+TRANSLATED: Mapping[str, Any] = {
+    responses_api.RESPONSES: responses_api,
+    messages_api.MESSAGES: messages_api,
+    messages_api.COUNT_TOKENS: messages_api,
+}
+"""Path -> module that translates its requests to chat completions, and their answers back."""
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Decoded form of an incomplete character."""
 
@@ -77,7 +83,7 @@ class EventStream:
     """
 
     def __init__(self, path: str, request: Mapping[str, Any]) -> None:
-        self._path, self._request = path, request
+        self._path, self._request, self._api = path, request, TRANSLATED.get(path)
         self.has_text = asyncio.Event()
         """Set while text has been added that is not an event yet."""
         self._pending: list[tuple[int, Part, str]] = []
@@ -129,7 +135,7 @@ class EventStream:
             yield from self._numbered([events[last]])
 
     def _rest(self, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """Events of the whole answer that were not sent yet. Raises: ValueError: other text was sent."""
+        """Yield the events of the whole answer that were not sent yet. Raises: ValueError: other text was sent."""
         # Earlier events had this id and time.
         name = body["id"].rpartition("-")[2].rpartition("_")[2]
         body = json.loads(json.dumps(body).replace(name, self._name))
@@ -153,7 +159,7 @@ class EventStream:
             yield from list(chunks_of({**body, "choices": []}, True))
 
     def _partial(self, number: int, parts: Mapping[str, str]) -> dict[str, Any]:
-        """Body of an unfinished answer with one choice, in the form of the requested API."""
+        """Return the body of an unfinished answer with one choice, in the form of the requested API."""
         is_chat = self._path != COMPLETIONS
         common = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._name}", "created": self._created}
         model = self._request.get("model") or "policy"
@@ -162,18 +168,16 @@ class EventStream:
         choice |= {"message": {"role": "assistant", **parts}} if is_chat else {"text": parts["content"]}
         kind = "chat.completion" if is_chat else "text_completion"
         body = {**common, "object": kind, "model": model, "choices": [choice], "usage": usage}
-        if self._path == responses_api.RESPONSES:
-            return responses_api.as_answer(body, self._request)
-        return messages_api.as_answer(body, self._request) if self._path == messages_api.MESSAGES else body
+        return body if self._api is None else self._api.as_answer(body, self._request)
 
     def _events_of(self, body: Mapping[str, Any], split: Callable[[str], Sequence[str]]) -> Iterator[Mapping[str, Any]]:
-        if body.get("object") == "response":
-            return responses_api.events_of(body, split)
-        return messages_api.events_of(body, split) if body.get("type") == "message" else chunks_of(body, False, split)
+        events: Iterator[Mapping[str, Any]]
+        events = chunks_of(body, False, split) if self._api is None else self._api.events_of(body, split)
+        return events
 
     def _numbered(self, events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         for event in events:
-            if self._path == responses_api.RESPONSES:
+            if self._api is responses_api:
                 event = type(event)({**event, "sequence_number": self._number})  # type: ignore[call-arg]
                 self._number += 1
             yield event

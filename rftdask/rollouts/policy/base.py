@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
@@ -27,23 +27,13 @@ T = TypeVar("T")
 Method = Literal["chat", "generate", "logprobs", "openai"]
 
 
-class ModelHandle(ABC):
-    """A model that a workflow can call."""
+class ModelHandle(AuxiliaryModel):
+    """A model that a workflow can call. Option `tools` of a chat goes to the chat template; the others override
+    SamplingParams.
+    """
 
     def __init__(self) -> None:
         self._clients: list[AsyncOpenAI | OpenAI] = []
-
-    @abstractmethod
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
-        """See PolicyModel. `tools` go to the chat template; the other options override SamplingParams."""
-
-    @abstractmethod
-    async def generate(self, prompt: str, **sampling: Any) -> Response:
-        """Continue a text without a chat template."""
-
-    @abstractmethod
-    async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
-        """Log probability of each token of `response` after `prompt`, in nats."""
 
     @abstractmethod
     async def openai(self, path: str, body: Any, on_text: OnText | None = None) -> OpenAIAnswer:
@@ -75,7 +65,7 @@ class ModelHandle(ABC):
             close_client(self._clients.pop())
 
 
-class PolicyHandle(ModelHandle):
+class PolicyHandle(ModelHandle, PolicyModel):
     """A `PolicyModel`. `times` holds seconds spent, by `timer` name; "generate" is the time spent in models."""
 
     def __init__(self, auxiliary: Mapping[str, ModelHandle]) -> None:
@@ -103,8 +93,8 @@ class PolicyHandle(ModelHandle):
         finally:
             self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
 
-    def auxiliary(self, name: str = "") -> AuxiliaryModel:
-        """The auxiliary model `name`; "": the only one. Raises: ValueError."""
+    def auxiliary(self, name: str = "") -> ModelHandle:
+        """Return the auxiliary model `name`; "": the only one. Raises: ValueError."""
         if not name and len(self._auxiliary) == 1:
             [name] = self._auxiliary
         if name not in self._auxiliary:
@@ -113,8 +103,8 @@ class PolicyHandle(ModelHandle):
         return self._auxiliary[name]
 
     def model(self, name: str) -> ModelHandle:
-        """The policy if `name` is POLICY, else an auxiliary model. Raises: ValueError."""
-        return self if name == POLICY else cast(ModelHandle, self.auxiliary(name))
+        """Return the policy if `name` is POLICY, else an auxiliary model. Raises: ValueError."""
+        return self if name == POLICY else self.auxiliary(name)
 
     def close_clients(self) -> None:
         super().close_clients()
@@ -217,7 +207,7 @@ class BlockingModel:
         return BlockingModel(cast(PolicyModel, self._handle.auxiliary(name)), self._loop)
 
     def openai_client(self) -> OpenAI:
-        """An `openai.OpenAI`; see PolicyModel.openai_client."""
+        """Return an `openai.OpenAI`; see PolicyModel.openai_client."""
 
         async def open_on_loop() -> OpenAI:  # on the loop that will answer
             handle = cast(ModelHandle, self._handle)

@@ -154,7 +154,7 @@ class _Endpoint:
 
 
 def web_server(app: Starlette, **options: Any) -> Server:
-    """A uvicorn server that does not touch the signals and the logging of the process."""
+    """Make a uvicorn server that does not touch the signals and the logging of the process."""
     from uvicorn import Config, Server
 
     class QuietServer(Server):
@@ -236,13 +236,13 @@ def _streamed_response(
 
 
 def key_in(request: Request) -> str:
-    """The key of a request as OpenAI's or Anthropic's clients send it; "": none."""
+    """Return the key of a request as OpenAI's or Anthropic's clients send it; "": none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def as_response(answer: OpenAIAnswer) -> Response:
-    """The answer over HTTP. Permanent errors ask clients not to retry."""
+    """Return the answer over HTTP. Permanent errors ask clients not to retry."""
     from starlette.responses import JSONResponse
 
     retry = {} if answer.status in (200, 429, 503) else {"x-should-retry": "false"}

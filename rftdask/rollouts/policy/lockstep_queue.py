@@ -128,39 +128,25 @@ class LockstepQueue(RequestQueue):
         # Schedule the next call: soon if all rollouts wait, else after `max_wait_s`.
         loop = asyncio.get_running_loop()
         self._last_change_s = loop.time()
-        if self._in_flight is not None or not self._waiting:
-            return
         if not self._busy:
             # Later in this pass of the event loop, because a rollout may send several requests in it.
-            loop.call_soon(self._send_if_all_wait)
+            loop.call_soon(self._send_if_due)
         elif self._timer is None:
-            self._timer = loop.call_later(self._max_wait_s, self._on_timer)
+            self._timer = loop.call_later(self._max_wait_s, self._send_if_due)
 
-    def _send_if_all_wait(self) -> None:
-        if self._in_flight is not None or not self._waiting:
-            return
-        if self._busy:  # a rollout has stopped waiting meanwhile
-            self._changed()
-        else:
-            self._send()
-
-    def _on_timer(self) -> None:
-        # The wait is measured from the last change, so that a long pass of the event loop does not split a call.
-        self._timer = None
-        if self._in_flight is not None or not self._waiting:
-            return
-        loop = asyncio.get_running_loop()
-        remaining_s = self._last_change_s + self._max_wait_s - loop.time()
-        if remaining_s > 0:
-            self._timer = loop.call_later(remaining_s, self._on_timer)
-        else:
-            self._busy.clear()  # a slow rollout delays only one call
-            self._send()
-
-    def _send(self) -> None:
+    def _send_if_due(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._in_flight is not None or not self._waiting:
+            return
+        loop = asyncio.get_running_loop()
+        # The wait is measured from the last change, so that a long pass of the event loop does not split a call.
+        remaining_s = self._last_change_s + self._max_wait_s - loop.time()
+        if self._busy and remaining_s > 0:
+            self._timer = loop.call_later(remaining_s, self._send_if_due)
+            return
+        self._busy.clear()  # a slow rollout delays only one call
         # Ordered by identity, not arrival: the position of a row in its batch affects rounding.
         batch = sorted(self._waiting, key=lambda waiting: (waiting.rollout, waiting.turn))
         self._waiting = []

@@ -155,7 +155,7 @@ def as_answer(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[st
 
 
 def events_of(message: Mapping[str, Any], split: Callable[[str], Sequence[str]] = pieces) -> Iterator[dict[str, Any]]:
-    """Events of a stream for a whole message. split: splits its texts."""
+    """Yield the events of a stream for a whole message. split: splits its texts."""
     usage = message["usage"]
     begun: dict[str, Any] = {
         "content": [],

@@ -94,7 +94,7 @@ def refusal(
     status: int = 400,
     headers: Mapping[str, str] | None = None,
 ) -> OpenAIAnswer:
-    """An error in OpenAI's and Anthropic's form."""
+    """Return an error in OpenAI's and Anthropic's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     # Anthropic's clients read the outer "type"; both read "error".
     body = {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -208,7 +208,7 @@ def read_request(
 
 
 def read_parameters(body: Any, without_effect: Collection[str] = ()) -> dict[str, Any]:
-    """Parameters of a JSON body that are not null and may affect the answer. Raises: BadRequestError."""
+    """Return the parameters of a JSON body that are not null and may affect the answer. Raises: BadRequestError."""
     if not isinstance(body, Mapping):
         raise BadRequestError("the body must be a JSON object")
     return {name: value for name, value in body.items() if value is not None and name not in without_effect}
@@ -223,7 +223,7 @@ _KNOWN = (
 def _chat_parts(
     parameters: dict[str, Any], tools: Any, template: str | None, name_image: NameImage | None
 ) -> dict[str, Any]:
-    """Fields of a chat request; their entries are removed from `parameters`. Raises: BadRequestError."""
+    """Return the fields of a chat request; their entries are removed from `parameters`. Raises: BadRequestError."""
     messages = parameters.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise BadRequestError("messages must be a list of at least one message", "messages")
@@ -284,7 +284,7 @@ def _flag(name: str, parameters: dict[str, Any], default: bool = False) -> bool:
 
 
 def texts_of(name: str, value: Any) -> tuple[str, ...]:
-    """The texts of a parameter that is one text, a list of texts, or None. Raises: BadRequestError."""
+    """Return the texts of a parameter that is one text, a list of texts, or None. Raises: BadRequestError."""
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
         raise BadRequestError(f"{name} must be a non-empty text or a list of them", name)
@@ -292,7 +292,7 @@ def texts_of(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _answer_form(value: Any) -> Form | None:
-    """The form that a response_format requires. Raises: BadRequestError."""
+    """Return the form that a response_format requires. Raises: BadRequestError."""
     kind = value.get("type") if isinstance(value, Mapping) else value
     if kind in (None, "text"):
         return None
@@ -307,7 +307,7 @@ def _answer_form(value: Any) -> Form | None:
 
 
 def _call_form(choice: Any, tools: Sequence[Any] | None, parallel: bool) -> Form:
-    """The form of the calls that a tool_choice requires. Raises: BadRequestError."""
+    """Return the form of the calls that a tool_choice requires. Raises: BadRequestError."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
     name, chosen = None, choice
     if isinstance(choice, Mapping) and choice.get("type") == "function":
@@ -396,7 +396,7 @@ class SampledAnswer(NamedTuple):
 def completion(
     request: OpenAIRequest, answers: Sequence[SampledAnswer], tokenizer: Tokenizer | None, num_prompt_tokens: int
 ) -> OpenAIAnswer:
-    """A ChatCompletion or Completion, by the path of the request.
+    """Return a ChatCompletion or Completion, by the path of the request.
 
     Args: tokenizer: decodes single tokens for logprobs; None: they are left out.
         num_prompt_tokens: tokens of all prompts, each counted once.

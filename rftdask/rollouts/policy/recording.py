@@ -16,7 +16,7 @@ import math
 import re
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
@@ -39,9 +39,9 @@ from rftdask.data.tokenizer import (
 from rftdask.engines import base as engines
 from rftdask.engines.base import POLICY, GenerateRequest, Generation, OnTokens, SamplingParams
 from rftdask.errors import DataError, UserError
-from rftdask.rollouts.policy import messages_api, openai_api, responses_api
+from rftdask.rollouts.policy import messages_api, openai_api
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, parse_tool_calls
-from rftdask.rollouts.policy.answer_stream import OnText, StreamedText
+from rftdask.rollouts.policy.answer_stream import TRANSLATED, OnText, StreamedText
 from rftdask.rollouts.policy.base import ModelHandle, PolicyHandle, check_messages
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.openai_api import CHAT, BadRequestError, OpenAIAnswer, OpenAIRequest, SampledAnswer
@@ -53,12 +53,6 @@ MAX_CALLS = 1000
 
 _THOUGHTS_END = "</think>"
 
-_TRANSLATED: Mapping[str, Any] = {
-    responses_api.RESPONSES: responses_api,
-    messages_api.MESSAGES: messages_api,
-    messages_api.COUNT_TOKENS: messages_api,
-}
-"""Path -> module that translates its requests to chat completions, and their answers back."""
 Streamed: TypeAlias = Callable[[Sequence[str]], StreamedText]
 """Creates the StreamedText of an answer for its stop texts."""
 LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
@@ -93,7 +87,7 @@ class ModelUse:
         self.response_tokens += response
 
     def sums(self, prompt_price: float | None, response_price: float | None) -> dict[str, float]:
-        """Values by metric name, with the cost if the price of a million tokens is known."""
+        """Return the values by metric name, with the cost if the price of a million tokens is known."""
         counts = {name: float(value) for name, value in vars(self).items()}
         if prompt_price is None and response_price is None:
             return counts
@@ -188,7 +182,7 @@ class Call:
 
 
 def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
-    """Seed of one request, 0 <= seed < 2**63; equal for all attempts."""
+    """Return the seed of one request, 0 <= seed < 2**63; equal for all attempts."""
     identity = f"{run_seed}/{group_id}/{rollout}/{turn}".encode()
     # A hash of the identity does not depend on earlier requests, so a rollout samples the same tokens on any worker and
     # after any restart. The last bit is dropped because seeds are int64.
@@ -214,7 +208,6 @@ class _RecordedModel(ModelHandle):
             tools = options.pop("tools", None)
             prompt = _render(self._served.tokenizer, messages, {"tools": tools} if tools else {})
             _check_grammar(options)
-            prompt = replace(prompt, images=images_in(messages))
             return (await self._attempt.sample(self._name, self._served, prompt, options))[1]
 
     async def generate(self, prompt: str, **sampling: Any) -> Response:
@@ -242,8 +235,23 @@ class _RecordedModel(ModelHandle):
             return scores
 
     async def openai(self, path: str, body: Any, on_text: OnText | None = None) -> OpenAIAnswer:
+        """Answer a request of OpenAI's or Anthropic's API. An error is an answer as well."""
+        name, served, api = self._name, self._served, TRANSLATED.get(path)
+        own_names: Mapping[str, str] = {}
         with self._attempt.begin_call():
-            return await self._attempt.answer_request(self._name, self._served, path, body, on_text)
+            try:
+                chat = body if api is None else api.as_chat(body)
+                own_names = {} if api is None else api.OWN_NAMES
+                if path == messages_api.COUNT_TOKENS:
+                    return self._attempt.count_tokens(name, served, chat)
+                answer = await self._attempt.complete(name, served, path if api is None else CHAT, chat, on_text)
+                return answer if api is None else replace(answer, body=api.as_answer(answer.body, body))
+            except PromptTooLongError as error:
+                return openai_api.refusal(str(error), own_names.get("messages", "messages"), "context_length_exceeded")
+            except BadRequestError as error:
+                return openai_api.refusal(str(error), own_names.get(error.param or "", error.param), error.code)
+            except (ValueError, TypeError, TemplateError, UserError) as error:
+                return openai_api.refusal(f"{type(error).__name__}: {error}")
 
 
 class _AuxiliaryModel(_RecordedModel):
@@ -321,36 +329,17 @@ class RecordingModel(_RecordedModel, PolicyHandle):
             raise RuntimeError(f"this attempt has called its models more than {MAX_CALLS} times")
         return self.timer("generate")
 
-    async def answer_request(
-        self, name: str, model: Served, path: str, body: Any, on_text: OnText | None
-    ) -> OpenAIAnswer:
-        """Answer a request of OpenAI's or Anthropic's API. An error is an answer as well."""
-        api = _TRANSLATED.get(path)
-        own_names: Mapping[str, str] = {}
-        try:
-            chat = body if api is None else api.as_chat(body)
-            own_names = {} if api is None else api.OWN_NAMES
-            if path == messages_api.COUNT_TOKENS:
-                return self._count_tokens(name, model, chat)
-            answer = await self._complete(name, model, path if api is None else CHAT, chat, on_text)
-            return answer if api is None else replace(answer, body=api.as_answer(answer.body, body))
-        except PromptTooLongError as error:
-            return openai_api.refusal(str(error), own_names.get("messages", "messages"), "context_length_exceeded")
-        except BadRequestError as error:
-            return openai_api.refusal(str(error), own_names.get(error.param or "", error.param), error.code)
-        except (ValueError, TypeError, TemplateError, UserError) as error:
-            return openai_api.refusal(f"{type(error).__name__}: {error}")
-
-    def _count_tokens(self, name: str, model: Served, body: Any) -> OpenAIAnswer:
+    def count_tokens(self, name: str, model: Served, body: Any) -> OpenAIAnswer:
+        """Count the prompt tokens of a chat. Raises: the errors that `openai` answers."""
         if not isinstance(model, ServedModel):
             return openai_api.refusal("token counts are not available for a model behind an API", status=404)
         request = _read_request(CHAT, body, model)
         prompt = _render(model.tokenizer, self._as_sampled(name, request.messages), request.template_options)
-        tokens = _encode(model, prompt.text, prompt.hidden, images_in(request.messages))
+        tokens = _encode(model, prompt.text, prompt.hidden, prompt.images)
         return OpenAIAnswer(200, {"input_tokens": len(tokens)})
 
-    async def _complete(self, name: str, model: Served, path: str, body: Any, on_text: OnText | None) -> OpenAIAnswer:
-        """Answer a request for completions of chats or texts. Raises: see `answer_request`."""
+    async def complete(self, name: str, model: Served, path: str, body: Any, on_text: OnText | None) -> OpenAIAnswer:
+        """Answer a request for completions of chats or texts. Raises: the errors that `openai` answers."""
         request = _read_request(path, body, model)
         is_chat = request.path == CHAT
         messages = self._as_sampled(name, request.messages)
@@ -380,7 +369,13 @@ class RecordingModel(_RecordedModel, PolicyHandle):
 
         # All begin in this pass of the event loop, in order, so that their turns do not depend on timing.
         choices = [(prompt, number) for prompt in prompts for number in range(request.n)]
-        answers = await _all_or_none(sample(*which, choice) for choice, which in enumerate(choices))
+        tasks = [asyncio.ensure_future(sample(*which, choice)) for choice, which in enumerate(choices)]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            # If one fails, the others are not recorded.
+            for task in tasks:
+                task.cancel()
         num_prompt_tokens = sum(len(answer.response.prompt_tokens) for answer in answers[:: request.n])
         tokenizer = model.tokenizer if isinstance(model, ServedModel) else None
         answered = openai_api.completion(request, answers, tokenizer, num_prompt_tokens)
@@ -564,7 +559,7 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         return next((turn for turn in longest_first if prompt.startswith(self._sequence(turn))), None)
 
     def _sequence(self, turn: int) -> str:
-        """Rendered prompt and answer of a call of the policy."""
+        """Return the rendered prompt and answer of a call of the policy."""
         if turn not in self._sequences:
             call = self._calls[turn]
             assert isinstance(self._served, ServedModel)
@@ -572,7 +567,7 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         return self._sequences[turn]
 
     def _branch(self, parent: int | None, prompt: str, sampling: SamplingParams, truncated: bool) -> Branch | None:
-        """Reason why a call does not continue `parent`; None: it does, or it is the first call."""
+        """Return the reason why a call does not continue `parent`; None: it does, or it is the first call."""
         if parent is not None:
             before = self._calls[parent].request.sampling
             if parent in self._extended:
@@ -615,7 +610,7 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         return response
 
     def _next_turn(self, name: str, request_seed: str | None = None) -> tuple[int, int]:
-        """(turn, seed) of the next call of a model."""
+        """Return (turn, seed) of the next call of a model."""
         # The uid contains the policy's turns, so calls of judges in between leave no gaps.
         turn = self._num_turns if name == POLICY else self._num_calls
         self._num_turns += name == POLICY
@@ -653,20 +648,10 @@ def _on_this_loop(take: OnTokens) -> OnTokens:
     return take_later
 
 
-async def _all_or_none(work: Iterable[Coroutine[Any, Any, SampledAnswer]]) -> list[SampledAnswer]:
-    """All results, in order. If one fails, the others are cancelled and not recorded."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 def _grammar(
     model: ServedModel, parser: AnswerParser, form: openai_api.Form, prompt: str, options: Mapping[str, Any]
 ) -> str:
-    """A valid grammar for a form. Raises: BadRequestError: the engine or the form does not allow one."""
+    """Return a valid grammar for a form. Raises: BadRequestError: the engine or the form does not allow one."""
     if not model.is_guided:
         raise BadRequestError(f"{form.param} is not supported: {openai_api.NOT_GUIDED}", form.param)
     for name in ("min_tokens", "stop"):
@@ -715,18 +700,18 @@ def _render(
     text: str = tokenizer.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=not continues, continue_final_message=continues, **options
     )
-    return _Prompt(text, str(messages[-1].get("role", "")), hidden)
+    return _Prompt(text, str(messages[-1].get("role", "")), hidden, images_in(messages))
 
 
 async def _chat_prompt(
     model: ServedModel, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
 ) -> _Prompt:
-    """Render a chat after its images have been stored in the run folder."""
-    names = images_in(messages)
-    if names and model.images is not None:
+    """Render a chat, and store its images in the run folder."""
+    prompt = _render(model.tokenizer, messages, template_options)
+    if prompt.images and model.images is not None:
         # In a thread, because it writes new images to storage and tokenizes them.
-        await asyncio.to_thread(model.images.keep, names)
-    return replace(_render(model.tokenizer, messages, template_options), images=names)
+        await asyncio.to_thread(model.images.keep, prompt.images)
+    return prompt
 
 
 async def _prompt_as_sampled(model: Served, sampled: Sequence[Mapping[str, Any]], request: OpenAIRequest) -> _Prompt:
@@ -752,7 +737,7 @@ async def _prompt_as_sampled(model: Served, sampled: Sequence[Mapping[str, Any]]
 
 
 def _message_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Two keys per message: one of the message with all earlier ones, and one of only the message."""
+    """Return two keys per message: one of the message with all earlier ones, and one of only the message."""
     keys, before = [], blake2b(digest_size=16)
     for message in messages:
         plain = openai_api.plain_message(message)
@@ -813,7 +798,7 @@ def _sampling(defaults: SamplingParams, overrides: Mapping[str, Any]) -> Samplin
 
 
 def _encode(model: ServedModel, text: str, hidden: Mapping[str, str], images: Sequence[str]) -> list[int]:
-    """Tokens of a rendered text, with each placeholder replaced by the tokens of its image.
+    """Return the tokens of a rendered text, with each placeholder replaced by the tokens of its image.
 
     Raises: ValueError: placeholders and images do not match.
     """
@@ -842,7 +827,7 @@ def _encode_raw(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def _limited(model: ServedModel, tokens: list[int]) -> tuple[list[int], bool]:
-    """The allowed tokens of a prompt, and True if some were cut. Raises: PromptTooLongError."""
+    """Return the allowed tokens of a prompt, and True if some were cut. Raises: PromptTooLongError."""
     limit = model.limits.max_prompt_tokens
     if limit is None or len(tokens) <= limit:
         return tokens, False

@@ -175,7 +175,7 @@ class RemoteModel:
         return RemoteAnswer(text, choice.finish_reason or "stop", *counts)
 
     async def _try_until_answered(self, ask: Callable[[], Awaitable[Any]], expected_tokens: float) -> Any:
-        """The result of `ask`, with retries. Raises: openai.OpenAIError: the last error."""
+        """Return the result of `ask`, with retries. Raises: openai.OpenAIError: the last error."""
         from openai import APIConnectionError, APIStatusError  # late: see __init__
 
         for attempt in range(self._max_retries + 1):
@@ -187,9 +187,10 @@ class RemoteModel:
                 headers = error.response.headers if isinstance(error, APIStatusError) else {}
                 status = error.status_code if isinstance(error, APIStatusError) else None
                 requested_s = retry_after_s(headers, time.time())
-                if attempt == self._max_retries or not _may_succeed(status, headers):
-                    raise
-                if requested_s is not None and requested_s > MAX_TIMEOUT_S:
+                advice = headers.get("x-should-retry", "")
+                may_succeed = status is None or status in _MAY_SUCCEED or status >= 500
+                may_succeed = advice == "true" or (may_succeed and advice != "false")
+                if attempt == self._max_retries or not may_succeed or (requested_s or 0.0) > MAX_TIMEOUT_S:
                     raise
                 if status == 429:
                     self._limit.settle(reservation, 0.0)  # the service did not count it
@@ -221,7 +222,7 @@ class RemoteModel:
 
 
 def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
-    """Pause in seconds that a service requests; None: none. now_s: Unix time.
+    """Return the pause in seconds that a service requests; None: none. now_s: Unix time.
 
     >>> retry_after_s({"retry-after": "20"}, 0.0)
     20.0
@@ -233,14 +234,6 @@ def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
     with suppress(KeyError, ValueError, TypeError, OverflowError):
         return max(0.0, parsedate_to_datetime(headers["retry-after"]).timestamp() - now_s)
     return None
-
-
-def _may_succeed(status: int | None, headers: Mapping[str, str]) -> bool:
-    """True if a retry may succeed. status: None: no answer."""
-    if status is None:
-        return True
-    advice = headers.get("x-should-retry", "")
-    return advice == "true" or (advice != "false" and (status in _MAY_SUCCEED or status >= 500))
 
 
 def _written(call: ChatCompletionMessageFunctionToolCall) -> str:

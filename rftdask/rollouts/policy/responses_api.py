@@ -159,7 +159,7 @@ def as_answer(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[st
 
 
 def events_of(response: Mapping[str, Any], split: Callable[[str], Sequence[str]] = pieces) -> Iterator[dict[str, Any]]:
-    """Events of a stream for a whole response, without sequence numbers. split: splits its texts."""
+    """Yield the events of a stream for a whole response, without sequence numbers. split: splits its texts."""
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}

@@ -23,7 +23,7 @@ class ExpressionError(ValueError):
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """The exact value of `text` and its integers from left to right. Raises: ExpressionError."""
+    """Return the exact value of `text` and its integers from left to right. Raises: ExpressionError."""
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"expression of {len(text)} characters; at most {MAX_LENGTH}")
     # Not eval(), because the policy wrote the text.
@@ -52,7 +52,7 @@ class _Parser:
         self.integers: list[int] = []
 
     def peek(self) -> str:
-        """The next token; "" at the end."""
+        """Return the next token; "" at the end."""
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
     def _take(self) -> str:

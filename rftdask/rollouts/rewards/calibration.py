@@ -59,7 +59,7 @@ def rlcr_reward(response: str, truth: str, task: Task, weights: Mapping[str, flo
 
 
 def confidence(response: str) -> float | None:
-    """The number in the last <confidence>; None: it is not closed, or not a number from 0 to 1."""
+    """Return the number in the last <confidence>; None: it is not closed, or not a number from 0 to 1."""
     text, closed, _ = response[response.rfind("<confidence>") :].partition("</confidence>")
     text = text.removeprefix("<confidence>") if closed and text.startswith("<confidence>") else ""
     value = float(text) if _NUMBER.fullmatch(text) else math.nan

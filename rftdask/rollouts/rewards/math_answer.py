@@ -65,7 +65,7 @@ _LATEX = (
 
 @reward("math_reward", in_thread=True)
 def math_reward(response: str, truth: str, task: Task) -> Reward:
-    """1 if the final answer of the response equals the truth, else 0. Metric: accuracy."""
+    """Return 1 if the final answer of the response equals the truth, else 0. Metric: accuracy."""
     correct = float(is_right(response, truth))
     return Reward(correct, {"accuracy": correct})
 
@@ -95,7 +95,7 @@ def math_dapo_reward(
     cache_length: int = 0,
     **_workflow_options: object,
 ) -> Reward:
-    """1 if the final answer equals the truth, else -1; with `enable_overlong_penalty` plus `overlong_penalty`.
+    """Return 1 if the final answer equals the truth, else -1; with `enable_overlong_penalty` plus `overlong_penalty`.
     Metrics: accuracy, 1 or 0; format_score, the penalty.
 
     Args: num_tokens: length of the response, given by the workflow; the others are `reward_fn_args`.
@@ -125,7 +125,7 @@ def overlong_penalty(num_tokens: int, max_length: int, cache_length: int, factor
 
 @reward("accuracy_reward", in_thread=True)
 def accuracy_reward(response: str, truth: str, task: Task) -> Reward:
-    """1 if math-verify finds an answer in the response that equals the truth, else 0. Metric: accuracy.
+    """Return 1 if math-verify finds an answer in the response that equals the truth, else 0. Metric: accuracy.
 
     Raises: ValueError: the truth is not mathematics.
     """
@@ -136,7 +136,7 @@ def accuracy_reward(response: str, truth: str, task: Task) -> Reward:
 
 
 def is_right(response: str, truth: str) -> bool:
-    """True if the final answer of a response equals the truth. May wait for math-verify."""
+    """Return True if the final answer of a response equals the truth. May wait for math-verify."""
     true_answer = _true_answer(truth)
     text = _normalize(true_answer)
     is_number = _single_number(text) is not None or _RATIO.fullmatch(text.rpartition("=")[2].strip())
@@ -147,7 +147,7 @@ def is_right(response: str, truth: str) -> bool:
 
 
 def extract_answer(response: str) -> str:
-    """The final answer of a response; "": none."""
+    """Return the final answer of a response; "": none."""
     marked = _marked_answer(response)
     if marked is not None:
         return marked
@@ -193,7 +193,7 @@ def _boxed(answer: str) -> str:
 
 
 def _marked_answer(response: str) -> str | None:
-    """The answer that the response marks as final; None: none."""
+    """Return the answer that the response marks as final; None: none."""
     boxed = _last_boxed(response)
     if boxed is not None:
         return boxed
@@ -207,7 +207,7 @@ def _marked_answer(response: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Contents of the last \boxed{...} whose braces close; None: none."""
+    r"""Return the contents of the last \boxed{...} whose braces close; None: none."""
     end = len(text)
     for _ in range(_MAX_BOXES):
         start = text.rfind("\\boxed{", 0, end)
@@ -260,15 +260,6 @@ _MEMORY_BYTES = 2 << 30
 log = logging.getLogger(__name__)
 
 
-def is_equal(answer: str, truth: str) -> bool | None:
-    """True if math-verify finds the same mathematics in both texts. Mathematics is LaTeX in a \\boxed{} or between
-    dollars, or plain numbers.
-
-    Returns: None if the truth has no mathematics. False, with a logged warning, if the comparison exceeds its limits.
-    """
-    return _VERIFIER.compare(answer, truth)
-
-
 class _Verifier:
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -276,7 +267,13 @@ class _Verifier:
         self._child: Child | None = None
         self._inherited: Child | None = None
 
-    def compare(self, answer: str, truth: str) -> bool | None:
+    def is_equal(self, answer: str, truth: str) -> bool | None:
+        """True if math-verify finds the same mathematics in both texts. Mathematics is LaTeX in a \\boxed{} or between
+        dollars, or plain numbers.
+
+        Returns: None if the truth has no mathematics. False, with a logged warning, if the comparison exceeds its
+            limits.
+        """
         with self._lock:
             # Twice, because a child may have died for another reason, such as the end of its session.
             for _ in range(2):
@@ -308,6 +305,7 @@ class _Verifier:
 
 
 _VERIFIER = _Verifier()
+is_equal = _VERIFIER.is_equal
 atexit.register(_VERIFIER.close)
 os.register_at_fork(after_in_child=_VERIFIER.forget)
 

@@ -1,10 +1,12 @@
-"""Rewards computed only from the text."""
+"""Rewards computed from the text of a response."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from rftdask.data.task import Task
@@ -18,7 +20,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @reward("exact_reward")
 def exact_reward(response: str, truth: str, task: Task) -> Reward:
-    """1 if the response equals the truth, ignoring surrounding space, else 0. Metric: accuracy."""
+    """Return 1 if the response equals the truth, ignoring surrounding space, else 0. Metric: accuracy."""
     correct = float(response.strip() == truth.strip())
     return Reward(correct, {"accuracy": correct})
 
@@ -31,7 +33,7 @@ def format_reward(response: str, truth: str, task: Task) -> Reward:
 
 
 def follows_format(response: str) -> bool:
-    """True if a thought is followed by one answer, which ends the response."""
+    """Return True if a thought is followed by one answer, which ends the response."""
     _, opened, rest = response.partition("<think>")
     _, closed, rest = rest.partition("</think>")
     if not (opened and closed):
@@ -41,7 +43,7 @@ def follows_format(response: str) -> bool:
 
 
 def starts_with_thought(response: str) -> bool:
-    """True if the response is one <think>...</think> with something after it."""
+    """Return True if the response is one <think>...</think> with something after it."""
     head, closed, rest = response.partition("</think>")
     return bool(closed and rest.strip()) and head.lstrip().startswith("<think>") and "<think>" not in rest
 
@@ -55,7 +57,7 @@ def last_answer(response: str) -> str | None:
 
 @reward("countdown_reward")
 def countdown_reward(response: str, truth: str, task: Task) -> Reward:
-    """1 if the last <answer> holds an expression with + - * / and parentheses that reaches the target with every
+    """Return 1 if the last <answer> holds an expression with + - * / and parentheses that reaches the target with every
     number once; 0.1 for a wrong answer; 0 without an answer. Metric: accuracy.
 
     The puzzle is JSON in the truth, {"target": 24, "numbers": [1, 2, 3, 4]}, or the same keys in the task's row or its
@@ -91,9 +93,38 @@ def _puzzle(truth: str, task: Task) -> tuple[int, list[int]]:
     )
 
 
+@reward(
+    "reasoning_gym_reward",
+    in_process=False,  # some of its many generators search for a long time
+    requires={"reasoning_gym": "reasoning-gym"},
+)
+def reasoning_gym_reward(response: str, truth: str, task: Task) -> Reward:
+    """Score, 0 to 1, by the generator of the task (reasoning-gym), for the last <answer>, or the whole response if it
+    has none. Metric: accuracy, 1 for a full score.
+
+    Raises: ValueError: the task's row is not from reasoning-gym.
+    """
+    metadata = task.row.get("metadata")
+    if not isinstance(metadata, dict) or "source_dataset" not in metadata:
+        raise ValueError(
+            f"task {task.group_id} is not from reasoning-gym: its row has no metadata with a source_dataset"
+        )
+    answer = last_answer(response)
+    scorer = _scorer(metadata["source_dataset"])
+    score = float(scorer.score_answer(answer=response.strip() if answer is None else answer, entry=dict(task.row)))
+    return Reward(score, {"accuracy": float(score >= 1.0)})
+
+
+@cache  # about a hundred generators exist
+def _scorer(name: str) -> Any:
+    # Late: optional, and its import takes 2 s. By name, so that type checks do not depend on it.
+    reasoning_gym = importlib.import_module("reasoning_gym")
+    return reasoning_gym.create_dataset(name, size=1, seed=0)
+
+
 @reward("tool_call_reward")
 def tool_call_reward(response: str, truth: str, task: Task) -> Reward:
-    """1 if the response is one <think>...</think> followed by a JSON list of exactly the truth's calls {"name",
+    """Return 1 if the response is one <think>...</think> followed by a JSON list of exactly the truth's calls {"name",
     "arguments"}, in any order, in its last <tool_call>...</tool_call>; else 0. `[]` means no call. Metrics: accuracy,
     format_score (valid form), names_score (correct tools, with any arguments).
 
@@ -111,7 +142,7 @@ def tool_call_reward(response: str, truth: str, task: Task) -> Reward:
 
 
 def _response_calls(response: str) -> list[tuple[str, str]] | None:
-    """The calls of a response; None: it does not have the required form."""
+    """Return the calls of a response; None: it does not have the required form."""
     if response.count("<think>") != 1 or response.count("</think>") != 1:
         return None
     calls, thought = response.find(_OPEN), response.find("</think>")
@@ -122,7 +153,7 @@ def _response_calls(response: str) -> list[tuple[str, str]] | None:
 
 
 def _parse_calls(text: str) -> list[tuple[str, str]] | None:
-    """(name, arguments as canonical JSON) of each call; None: not a list of calls."""
+    """Return (name, arguments as canonical JSON) of each call; None: not a list of calls."""
     try:
         value: Any = json.loads(text)
         value = json.loads(value) if isinstance(value, str) else value

@@ -16,6 +16,7 @@ plain functions. A workflow declared `in_process` shares the event loop with all
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -66,17 +67,20 @@ class Reward:
 class AuxiliaryModel(Protocol):
     """A frozen model besides the policy, such as a judge, reward model or opponent. Its answers are never trained."""
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Response:
+    @abstractmethod
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
         """Answer `messages`, rendered with this model's chat template."""
 
+    @abstractmethod
     async def generate(self, prompt: str, **sampling: Any) -> Response:
         """Continue the plain text `prompt`."""
 
+    @abstractmethod
     async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
         """Natural-log probability of each token of `response` after `prompt`, at temperature 1."""
 
     def openai_client(self) -> Any:
-        """An `openai.AsyncOpenAI` that calls this model; its base_url and api_key work for other programs."""
+        """Return an `openai.AsyncOpenAI` that calls this model; its base_url and api_key work for other programs."""
 
 
 class PolicyModel(AuxiliaryModel, Protocol):
@@ -93,7 +97,7 @@ class PolicyModel(AuxiliaryModel, Protocol):
         """Measure the time of the block as `name`, "tool" or "reward": with model.timer("tool"): ..."""
 
     def auxiliary(self, name: str = "") -> AuxiliaryModel:
-        """The auxiliary model `name`; "": the only one. Raises: ValueError: it does not exist."""
+        """Return the auxiliary model `name`; "": the only one. Raises: ValueError: it does not exist."""
 
     def blocking(self) -> Any:
         """This handle for blocking code in another thread than the event loop's: chat, generate, logprobs and

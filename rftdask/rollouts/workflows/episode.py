@@ -41,7 +41,7 @@ class Episode:
         return sum(step.reward or 0.0 for step in self.steps)
 
     def as_reward(self, value: float, **metrics: float) -> Reward:
-        """Reward of the rollout with the metric num_turns and the given ones."""
+        """Return the reward of the rollout with the metric num_turns and the given ones."""
         return Reward(value, {"num_turns": float(len(self.steps)), **metrics}, self.steps)
 
 
@@ -82,28 +82,28 @@ async def play(
 
 
 def state_of(text: str) -> str:
-    """Short name of a state that is known only by its text."""
+    """Return the short name of a state that is known only by its text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def last_action(reply: str) -> str:
-    """Contents of the last <action>...</action>; "": none."""
+    """Return the contents of the last <action>...</action>; "": none."""
     actions = ACTION.findall(reply)
     return actions[-1].strip() if actions else ""
 
 
 def find_action(reply: str, actions: Sequence[str]) -> int | None:
-    """Index of the action that the reply names last, as a whole word; None: it names none."""
+    """Return the index of the action that the reply names last, as a whole word; None: it names none."""
     words = "|".join(re.escape(action) for action in actions)
     named = re.findall(rf"\b({words})\b", reply, re.IGNORECASE)
     return None if not named else [action.lower() for action in actions].index(named[-1].lower())
 
 
 def seed_of(task: Task) -> int:
-    """The row's `seed`, or else the task's index: equal for all rollouts of a task."""
+    """Return the row's `seed`, or else the task's index: equal for all rollouts of a task."""
     return int(task.row.get("seed", task.index))
 
 
 def question_of(task: Task) -> str:
-    """Text of the task's last message, or else its prompt."""
+    """Return the text of the task's last message, or else its prompt."""
     return str(task.messages[-1]["content"]) if task.messages else task.prompt

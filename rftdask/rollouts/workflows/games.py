@@ -130,5 +130,5 @@ async def _play(arguments: Mapping[str, Any], task: Task, model: PolicyModel) ->
 
 
 def board_text(rendered: str) -> str:
-    """A rendered board, with the colored place in brackets instead of terminal codes."""
+    """Return a rendered board, with the colored place in brackets instead of terminal codes."""
     return _COLORED.sub(r"[\1]", rendered).strip()

@@ -43,14 +43,14 @@ class Grid:
         return self.rows[row][column] == "G"
 
     def moved(self, word: str) -> Grid:
-        """The grid after a move; unchanged if the move leads into a wall or off the map, or is unknown."""
+        """Return the grid after a move; unchanged if the move leads into a wall or off the map, or is unknown."""
         down, right = _MOVES.get(word, (0, 0))
         row, column = self.at[0] + down, self.at[1] + right
         inside = 0 <= row < len(self.rows) and 0 <= column < len(self.rows[row])
         return Grid(self.rows, (row, column)) if inside and self.rows[row][column] != "#" else self
 
     def text(self) -> str:
-        """The map with a P at the current position; the start is a free cell."""
+        """Return the map with a P at the current position; the start is a free cell."""
         lines = [row.replace("S", ".") for row in self.rows]
         row, column = self.at
         lines[row] = f"{lines[row][:column]}P{lines[row][column + 1 :]}"

@@ -123,7 +123,7 @@ async def rubric_judge_openai_workflow(task: Task, model: PolicyModel) -> Reward
 
 
 def parse_rating(text: str) -> int:
-    """The last {"rating": 1 to 10} in a judge's answer. Raises: ValueError: there is none."""
+    """Return the last {"rating": 1 to 10} in a judge's answer. Raises: ValueError: there is none."""
     ratings = _RATING.findall(text)
     if not ratings or not 1 <= int(ratings[-1]) <= 10:
         raise ValueError(f"the judge gave no rating from 1 to 10: {text!r:.200}")
@@ -154,7 +154,7 @@ async def _ask_judge(judge: AuxiliaryModel, prompt: str, options: Mapping[str, A
 
 
 def parse_scores(text: str, count: int) -> list[float]:
-    """The last list of `count` numbers in a judge's answer, each clamped to 0 to 1. Raises: ValueError: none."""
+    """Return the last list of `count` numbers in a judge's answer, each clamped to 0 to 1. Raises: ValueError: none."""
     lists = [re.findall(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)", listed) for listed in _LIST.findall(text)]
     scores = [[min(1.0, max(0.0, float(number))) for number in listed] for listed in lists if len(listed) == count]
     if not scores:
@@ -173,7 +173,7 @@ async def math_ruler_workflow(task: Task, model: PolicyModel) -> Reward:
 
 
 def read_rubric(rubric: Sequence[Any], task: Task) -> list[tuple[str, float]]:
-    """(criterion, weight) pairs. Raises: ValueError: no criterion, or an invalid text or weight."""
+    """Return (criterion, weight) pairs. Raises: ValueError: no criterion, or an invalid text or weight."""
     criteria = []
     for entry in rubric:
         text, weight = entry, 1
@@ -190,7 +190,7 @@ def read_rubric(rubric: Sequence[Any], task: Task) -> list[tuple[str, float]]:
 
 
 def parse_verdicts(text: str, count: int) -> list[bool]:
-    """A judge's verdicts: True for each of `count` criteria that is met. Raises: ValueError: one is missing."""
+    """Return a judge's verdicts: True for each of `count` criteria that is met. Raises: ValueError: one is missing."""
     verdicts = {int(number): word.lower() == "yes" for number, word in _VERDICT.findall(text)}
     missing = [str(number) for number in range(1, count + 1) if number not in verdicts]
     if missing:

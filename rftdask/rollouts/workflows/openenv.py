@@ -210,7 +210,7 @@ def _observation(answer: Mapping[str, Any], options: _Options) -> Observation:
 
 
 def _action_in(reply: str, options: _Options) -> dict[str, Any] | None:
-    """The action that a reply names; None: it names none."""
+    """Return the action that a reply names; None: it names none."""
     value: Any = None
     if options.action == "json":
         value = _last_object(reply)
@@ -224,7 +224,7 @@ def _action_in(reply: str, options: _Options) -> dict[str, Any] | None:
 
 
 def _last_object(reply: str) -> dict[str, Any] | None:
-    """The last JSON object of a text that is not inside another one."""
+    """Return the last JSON object of a text that is not inside another one."""
     decoder, last, begin = json.JSONDecoder(), None, reply.find("{")
     while begin >= 0:
         try:

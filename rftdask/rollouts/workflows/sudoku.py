@@ -19,6 +19,11 @@ Board = list[list[int]]
 """Rows of cells; 0 is empty."""
 _HOLES = {"easy": 1 / 3, "medium": 1 / 2, "hard": 2 / 3}
 """Fraction of cells that are initially empty."""
+_QUESTION = (
+    "This is a Sudoku of {size} rows; 0 is an empty cell. Each of the numbers 1 to {size} stands once in every row, "
+    "column and block. Fill one to {max_moves} empty cells, and answer with a line for each and nothing else: row, "
+    "column (both from 0) and number, such as\n0 2 4\n\nTurns left: {turns_left}\n\n{board}"
+)
 
 
 @workflow("sudoku_workflow")
@@ -40,7 +45,8 @@ async def sudoku_workflow(task: Task, model: PolicyModel) -> Reward:
     for number in range(int(options["max_steps"])):
         model.set_state(turn=number)
         before = "\n".join(" ".join(map(str, row)) for row in board)
-        question = _question(before, len(board), max_moves, int(options["max_steps"]) - number)
+        turns_left = int(options["max_steps"]) - number
+        question = _QUESTION.format(board=before, size=len(board), max_moves=max_moves, turns_left=turns_left)
         moves = read_moves((await model.chat([{"role": "user", "content": question}])).text, len(board))
         is_right = 0 < len(moves) <= max_moves and _play(board, moves)
         solved = is_right and all(map(all, board))
@@ -52,16 +58,8 @@ async def sudoku_workflow(task: Task, model: PolicyModel) -> Reward:
     return Reward(steps[-1].reward or 0.0, metrics, tuple(steps))
 
 
-def _question(board: str, size: int, max_moves: int, turns_left: int) -> str:
-    return (
-        f"This is a Sudoku of {size} rows; 0 is an empty cell. Each of the numbers 1 to {size} stands once in every "
-        f"row, column and block. Fill one to {max_moves} empty cells, and answer with a line for each and nothing "
-        f"else: row, column (both from 0) and number, such as\n0 2 4\n\nTurns left: {turns_left}\n\n{board}"
-    )
-
-
 def read_moves(text: str, size: int) -> list[tuple[int, int, int]]:
-    """(row, column, number) of each line; [] if a line is anything else."""
+    """Return (row, column, number) of each line; [] if a line is anything else."""
     moves = []
     for line in filter(None, map(str.strip, text.splitlines())):
         words = line.split()
@@ -84,7 +82,7 @@ def _play(board: Board, moves: Sequence[tuple[int, int, int]]) -> bool:
 
 
 def has_clash(board: Board) -> bool:
-    """True if a number appears twice in a row, column or block."""
+    """Return True if a number appears twice in a row, column or block."""
     size = len(board)
     block = math.isqrt(size)
     parts = [*board, *([row[column] for row in board] for column in range(size))]

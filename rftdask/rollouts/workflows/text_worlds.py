@@ -10,7 +10,7 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rftdask.data.task import Task
 from rftdask.errors import UserError
@@ -18,7 +18,6 @@ from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
 from rftdask.rollouts.workflows.episode import Episode, Observation, last_action, play, question_of, seed_of, state_of
 from rftdask.rollouts.workflows.registry import workflow
 
-_Choice = TypeVar("_Choice")
 _RULES = (
     "You act in a world that is told in text. Each turn, think within <think> </think> and then take one action within "
     "<action> </action>, such as\n<think>It may be in the kitchen.</think><action>{example}</action>\nNobody answers "
@@ -116,7 +115,7 @@ async def alfworld_workflow(task: Task, model: PolicyModel) -> Reward:
 
 
 def find_games(folder: str) -> list[str]:
-    """Paths of the games below a folder, sorted. Raises: UserError: there are none."""
+    """Return the paths of the games below a folder, sorted. Raises: UserError: there are none."""
     games = sorted(map(str, Path(folder).expanduser().rglob("game.tw-pddl")))
     if not games:
         raise UserError(
@@ -126,6 +125,6 @@ def find_games(folder: str) -> list[str]:
     return games
 
 
-def draw(choices: Sequence[_Choice], task: Task) -> _Choice:
-    """The choice selected by the row's `seed` or the task's index."""
+def draw(choices: Sequence[Any], task: Task) -> Any:
+    """Return the choice selected by the row's `seed` or the task's index."""
     return choices[seed_of(task) % len(choices)]

@@ -43,7 +43,7 @@ class MultiTurnWorkflow:
         raise NotImplementedError(f"{type(self).__name__} must define turn(task, model, number)")
 
     async def reward(self, task: Task, model: PolicyModel) -> float | Reward:
-        """Reward of the whole rollout; called once after the last turn."""
+        """Return the reward of the whole rollout; called once after the last turn."""
         raise NotImplementedError(f"{type(self).__name__} must define reward(task, model)")
 
     async def end(self, task: Task) -> None:
@@ -89,7 +89,7 @@ class StepWiseWorkflow(MultiTurnWorkflow):
         return continues
 
     async def reward(self, task: Task, model: PolicyModel) -> Reward:
-        """Reward by `propagation`; a step without a reward counts as 0."""
+        """Return the reward by `propagation`; a step without a reward counts as 0."""
         earned = [step.reward or 0.0 for step in self.steps]
         value = propagate_rewards(earned, self.propagation, self.gamma)
         return Reward(value, {"num_turns": float(len(earned))}, tuple(self.steps))
