@@ -308,13 +308,10 @@ def _answer_form(value: Any) -> Form | None:
 
 def _call_form(choice: Any, tools: Sequence[Any] | None, parallel: bool) -> Form:
     """Return the form of the calls that a tool_choice requires. Raises: BadRequestError."""
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
-    name, chosen = None, choice
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        chosen = "required" if name in functions else choice
-    if chosen != "required" or not functions:
+    functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not functions or (choice != "required" and name not in functions):
         valid = "auto, none, required, or a function of `tools`"
         raise BadRequestError(f"tool_choice {choice!r:.100} is not supported; use {valid}", "tool_choice")
     calls = [
@@ -322,12 +319,12 @@ def _call_form(choice: Any, tools: Sequence[Any] | None, parallel: bool) -> Form
             "type": "object",
             "properties": {
                 "name": {"const": function_name},
-                "arguments": function.get("parameters") or {"type": "object", "properties": {}},
+                "arguments": parameters or {"type": "object", "properties": {}},
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for function_name, function in functions.items()
+        for function_name, parameters in functions.items()
         if name in (None, function_name)
     ]
     return Form("tool_choice", calls[0] if len(calls) == 1 else {"anyOf": calls}, None if parallel and not name else 1)

@@ -28,14 +28,16 @@ THINKING_SYSTEM_PROMPT = (
 @workflow("simple_workflow")
 async def simple_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask once, including the task's images. Scored by the task's reward function, by default exact_reward."""
-    return await _ask_and_score(task, model, "exact_reward")
+    response = await ask(task, model)
+    return await _rewarded(task, model, response, "exact_reward")
 
 
 @workflow("async_math_workflow")
 @workflow("math_workflow")
 async def math_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask once, with a system prompt for math unless the task has one. Default reward: math_reward."""
-    return await _ask_and_score(task, model, "math_reward", MATH_SYSTEM_PROMPT)
+    response = await ask(task, model, MATH_SYSTEM_PROMPT)
+    return await _rewarded(task, model, response, "math_reward")
 
 
 @workflow("async_math_boxed_workflow")
@@ -46,8 +48,8 @@ async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
     `workflow_args`: with_think (False): request <think>...</think>; format_score_coef (0.1): penalty without it.
     """
     options: dict[str, Any] = {"with_think": False, "format_score_coef": 0.1, **task.workflow_args}
-    prompt = THINKING_SYSTEM_PROMPT if options["with_think"] else BOXED_SYSTEM_PROMPT
-    return await _ask_and_score(task, model, "math_boxed_reward", prompt, options)
+    response = await ask(task, model, THINKING_SYSTEM_PROMPT if options["with_think"] else BOXED_SYSTEM_PROMPT)
+    return await _rewarded(task, model, response, "math_boxed_reward", options)
 
 
 @workflow("async_math_eval_workflow")
@@ -84,9 +86,8 @@ async def ask(task: Task, model: PolicyModel, system_prompt: str = "") -> Respon
     return await model.chat(task.messages)
 
 
-async def _ask_and_score(
-    task: Task, model: PolicyModel, default: str, system_prompt: str = "", defaults: dict[str, Any] | None = None
+async def _rewarded(
+    task: Task, model: PolicyModel, response: Response, default: str, defaults: dict[str, Any] | None = None
 ) -> Reward:
-    response = await ask(task, model, system_prompt)
     with model.timer("reward"):
         return await wait_for_reward(task, response, default, defaults)

@@ -23,11 +23,10 @@ from rftdask.rollouts.policy.remote_model import (
     check_service,
     retry_after_s,
 )
-from rftdask.rollouts.runner import TextEngine, run_work_unit
+from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
-from rftdask.synchronizer.published import Published
-from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, replies, settings, task
+from tests.unit.rollouts.rollout_cases import CharTokenizer, outcome, replies, task
 
 pytest.importorskip("openai")
 SERVICE = ExternalModelConfig(base_url_env="TEST_BASE_URL", api_key_env="TEST_API_KEY")
@@ -54,17 +53,9 @@ async def answer_of(remote: RemoteModel, **sampling: Any) -> RemoteAnswer:
 
 def rollouts(remote: RemoteModel, tasks: list[Task], auxiliary: bool = False, **changes: Any) -> list[Experience]:
     """A runner with `remote` as the policy, or as the auxiliary model "judge" of a policy that answers 4."""
-    batch = run_work_unit(
-        tasks,
-        repeat_times=2,
-        explore_step=0,
-        policy=TextEngine(replies("4"), CharTokenizer()) if auxiliary else remote,
-        auxiliary={"judge": remote} if auxiliary else {},
-        **settings(**{"max_retry_times": 0, **changes}),
-        weights=Published(0, "", ""),
-        fork_server=keep,
-    )
-    return asyncio.run(batch).experiences
+    policy: Any = TextEngine(replies("4"), CharTokenizer()) if auxiliary else remote
+    batch = {"repeat_times": 2, "auxiliary": {"judge": remote} if auxiliary else {}}
+    return outcome(tasks, policy, batch, **{"max_retry_times": 0, **changes}).experiences
 
 
 def test_temporary_errors_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 calls are recorded with their sampled tokens; rewards are the environment's; failures give their reason.
 """
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -12,38 +11,18 @@ from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.data.tasksets import Taskset
 from rftdask.errors import DataError
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.runner import TextEngine, run_work_unit
-from rftdask.synchronizer.published import Published
-from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, prompt_of, replies, settings
+from tests.unit.rollouts.rollout_cases import prompt_of, replies, run
 
 pytestmark = pytest.mark.extras
 
 
-class ToolTokenizer(CharTokenizer):
-    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
-        names = [tool["function"]["name"] for tool in options.pop("tools", [])]
-        return "".join(f"[{name}]" for name in names) + super().apply_chat_template(conversation, **options)
-
-
 def taskset(**settings: Any) -> Taskset:
-    return Taskset(
-        TasksetConfig(
-            name="t", path="verifiers:addition-env", dataset_args=settings, default_workflow_type="verifiers_workflow"
-        )
-    )
+    config = {"path": "verifiers:addition-env", "default_workflow_type": "verifiers_workflow"}
+    return Taskset(TasksetConfig(name="t", dataset_args=settings, **config))
 
 
 def rollouts(tasks: Taskset, engine: GenerateBatch, num_tasks: int = 1) -> list[Experience]:
-    batch = run_work_unit(
-        [tasks.task(0, index) for index in range(num_tasks)],
-        repeat_times=1,
-        explore_step=1,
-        policy=TextEngine(engine, ToolTokenizer()),
-        **settings(max_retry_times=0),
-        weights=Published(7, "", ""),
-        fork_server=keep,
-    )
-    return asyncio.run(batch).experiences
+    return run([tasks.task(0, index) for index in range(num_tasks)], engine, max_retry_times=0)
 
 
 def test_tasks_of_an_environment_are_a_taskset() -> None:
@@ -59,12 +38,8 @@ def test_tasks_of_an_environment_are_a_taskset() -> None:
 
 def test_episode_is_a_rollout_with_environment_rewards() -> None:
     [right, wrong] = rollouts(taskset(), replies("it is 1"), num_tasks=2)
-    assert (right.status, right.reward, right.metrics["right"], right.metrics["num_replies"]) == (
-        Status.OK,
-        2.0,
-        2.0,
-        1.0,
-    )
+    assert (right.status, right.reward) == (Status.OK, 2.0)
+    assert (right.metrics["right"], right.metrics["num_replies"]) == (2.0, 1.0)
     assert (wrong.status, wrong.reward) == (Status.OK, 0.0)
     assert right.prompt_text == "<user>0+1=<assistant>"
     assert right.tokens[right.prompt_length :].tolist() == [*map(ord, "it is 1"), 0]
@@ -76,10 +51,8 @@ def test_tool_turns_are_recorded_with_their_tokens() -> None:
     [row] = rollouts(taskset(agent={"harness": {"id": "addition-env", "with_tool": True}}), engine)
     assert (row.prompt_text, row.reward, row.metrics["num_replies"]) == ("[look]<user>0+1=<assistant>", 2.0, 2.0)
     added = '<tool>{"sum": "1"}<assistant>'
-    assert row.response_text == f"{call}{added}it is 1" and [turn.source for turn in row.turns or ()] == [
-        "user",
-        "tool",
-    ]
+    assert row.response_text == f"{call}{added}it is 1"
+    assert [turn.source for turn in row.turns or ()] == ["user", "tool"]
     sampled = row.tokens[row.prompt_length :][row.loss_mask]
     assert sampled.tolist() == [*map(ord, call), 0, *map(ord, "it is 1"), 0]
 
