@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,38 +153,31 @@ def _share_engine(folder: Path, count: int, interface: str | None) -> Nodes:
 def _keep_worker(
     folder: SecretsDir, name: str, options: Sequence[str], imports: Sequence[str], patience_s: float
 ) -> int:
-    with ExitStack() as stack:
-        stack.callback(sweep)
-        environment: dict[str, str] = {}
+    started, failures, environment = 0, 0, dict[str, str]()
+    try:
         if sys.platform == "linux":
-            may_fork = can_fork(has_gpu_devices())
-            if may_fork:
+            environment = {UMASK_VARIABLE: str(umask())}
+            if can_fork(has_gpu_devices()):
                 start_fork_server((*WORKER_IMPORTS, *TOKENIZERS), imports)
+                environment[ZYGOTE_ADDRESS] = start_zygote(imports)
             else:
                 start_fork_server(WORKER_IMPORTS)
-            environment = {UMASK_VARIABLE: str(umask())}
-            if may_fork:
-                environment[ZYGOTE_ADDRESS] = start_zygote(imports)
-        return _keep_workers(folder, name, options, environment, patience_s)
-
-
-def _keep_workers(
-    folder: SecretsDir, name: str, options: Sequence[str], environment: dict[str, str], patience_s: float
-) -> int:
-    started, failures = 0, 0
-    while wait_for(lambda: _answers(folder.read_address()), patience_s, _POLL_INTERVAL_S):
-        started += 1
-        # A new name, because the scheduler refuses names of known workers.
-        code = _work(["--name", f"{name}-{started}", *options], environment)
-        # Only consecutive failures count, since workers of a long run may be killed at times.
-        failures = failures + 1 if code else 0
-        if folder.read_address() is None:
-            break  # the run has ended; a killed driver would have left the address
-        if failures >= MAX_FAILURES:
-            raise RoleError(
-                f"{failures} workers {name} in a row ended with an error (the last with code {code}); see the log above"
-            )
-    return started
+        while wait_for(lambda: _answers(folder.read_address()), patience_s, _POLL_INTERVAL_S):
+            started += 1
+            # A new name, because the scheduler refuses names of known workers.
+            code = _work(["--name", f"{name}-{started}", *options], environment)
+            # Only consecutive failures count, since workers of a long run may be killed at times.
+            failures = failures + 1 if code else 0
+            if folder.read_address() is None:
+                break  # the run has ended; a killed driver would have left the address
+            if failures >= MAX_FAILURES:
+                raise RoleError(
+                    f"{failures} workers {name} in a row ended with an error (the last with code {code}); see the log "
+                    "above"
+                )
+        return started
+    finally:
+        sweep()
 
 
 def _answers(address: str | None) -> bool:

@@ -381,7 +381,7 @@ def test_a_rank_and_an_engine_take_turns_in_one_job(tmp_path: Path) -> None:
         assert assert_sound(demo.folder)["step"] == 10
     finally:
         demo.cancel_all()
-    assert {path.name for path in turns.iterdir()} == {"door-0", "room-0"}
+    assert {path.name for path in turns.iterdir()} == {"gate-0", "lock-0"}
     logs = demo.log()
     assert len(re.findall(r"submitted job \d+ \(trainer-", logs)) == 1
     assert not re.search(r"submitted job \d+ \(explorer-", logs)
