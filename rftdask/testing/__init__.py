@@ -1,4 +1,1 @@
-"""Tests that users can run, and fakes for seams: crash test, conformance, storage faults, ranks as threads.
-
-Imported only by tests and by the commands `rftdask crashtest` and `rftdask conformance`.
-"""
+"""Tests that users can run: crash test, conformance, the contract of train engines; and storage faults for them."""

@@ -27,7 +27,15 @@ from rftdask.run.run_folder import read_config
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import publish_weights
 from rftdask.synchronizer.styles import WeightRequirement
-from rftdask.testing.fake_dask import WORKER, FakeClient, Outcome, died, lost_with_the_result, told_to_end, under_way
+from tests.unit.explorer.fake_dask import (
+    WORKER,
+    FakeClient,
+    Outcome,
+    died,
+    lost_with_the_result,
+    told_to_end,
+    under_way,
+)
 
 
 def fails(error: Exception) -> Outcome:

@@ -12,7 +12,7 @@ import pytest
 from rftdask.explorer.unit_claims import EVALUATIONS, Claims
 from rftdask.run.lease import Lease
 from rftdask.storage import Storage, open_storage
-from rftdask.testing.fake_dask import FakeClient
+from tests.unit.explorer.fake_dask import FakeClient
 from tests.unit.explorer.test_explorer import committed, make_explorer, stage
 
 UNIT = (3, 1)

@@ -35,10 +35,10 @@ from rftdask.synchronizer.published import (
 )
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.testing.storage_faults import FaultyStorage
-from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.engines.tensor_files import stage_tensors
 from rftdask.trainer.ranks import Ranks
+from tests.thread_ranks import in_threads
 
 TIMEOUT_S = 5.0
 _numbers = itertools.count()

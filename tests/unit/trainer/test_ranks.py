@@ -25,12 +25,12 @@ from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import StorageError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
-from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint, turns_of
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.engines.micro_batches import deal, plan_micro_batches, row_costs, rows_of_units
 from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import from_bytes, read_together, rows_of_rank, to_bytes
+from tests.thread_ranks import in_threads
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer, new_storage, source_of
 
 NUM_STEPS = 5

@@ -30,8 +30,8 @@ from rftdask.synchronizer.published import (
 )
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.synchronizer.transports.memory import InMemoryPublisher
-from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer.ranks import Ranks
+from tests.thread_ranks import in_threads
 from tests.unit.synchronizer.test_publisher import staged
 
 TIMEOUT_S = 5.0

@@ -19,10 +19,10 @@ from rftdask.algorithm.advantages.tokens import token_result
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
-from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer.engines.micro_batches import DeviceBatch, takes_parts
 from rftdask.trainer.ranks import Ranks
 from tests.numerics import shifted_seed
+from tests.thread_ranks import in_threads
 
 CPU = torch.device("cpu")
 KL = {"kl_penalty_fn": "k2", "kl_penalty_fn_args": {"kl_coef": 0.3}}

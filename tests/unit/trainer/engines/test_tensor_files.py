@@ -28,13 +28,13 @@ from rftdask.errors import DamagedError, RoleError
 from rftdask.storage.base import Data
 from rftdask.storage.local import LocalStorage
 from rftdask.synchronizer import manifest
-from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer import checkpoint
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines import tensor_files
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors, stage_tensors
 from rftdask.trainer.ranks import Ranks
 from tests.numerics import shifted_seed
+from tests.thread_ranks import in_threads
 
 NAME = "actor/optim.safetensors"
 ALONE = Ranks()

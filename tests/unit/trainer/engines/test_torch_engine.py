@@ -27,7 +27,6 @@ from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.storage.base import Data
-from rftdask.testing.thread_ranks import ThreadRanks
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
 from rftdask.trainer.engines import torch_engine
 from rftdask.trainer.engines.critic import value_loss
@@ -37,6 +36,7 @@ from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy
 from tests.numerics import shifted_seed
+from tests.thread_ranks import ThreadRanks
 from tests.unit.trainer.trainer_cases import engine_config, new_storage
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}

@@ -24,7 +24,6 @@ from rftdask.algorithm.losses.ratio import Ppo
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.models.toy import build_toy_model
-from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer.engines.critic import ValueModel
 from rftdask.trainer.engines.learning_rate import learning_rate
 from rftdask.trainer.engines.micro_batches import mini_batches
@@ -33,6 +32,7 @@ from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
 from tests.numerics import shifted_seed
+from tests.thread_ranks import in_threads
 from tests.unit.trainer.trainer_cases import engine_config
 
 EPOCHS, NUM_PARTS, STEPS = 2, 3, 2

@@ -1,13 +1,6 @@
-"""Fake Dask client whose units have the outcomes that a test specifies, at once or on request.
-
-It replaces `cluster.dask_client.DaskClient`, the calls of a distributed.Client that the explorer makes. Nothing runs;
-outcomes report what a worker would report.
+"""Fake `cluster.dask_client.DaskClient` whose units have the outcomes that a test specifies, at once or on request.
 
     client = FakeClient(died, died)                    # then all else ends well
-    explorer = Explorer(client, ...)
-    explorer.open()
-    explorer.run()
-    assert [unit.slots for unit in client.submitted] == [None, None, None]
 """
 
 from __future__ import annotations
@@ -31,8 +24,6 @@ Outcome = Callable[["FakeClient", str, RolloutTask], RolloutResult | Exception |
 
 
 class FakeFuture:
-    """Future that a test completes."""
-
     def __init__(self, key: str, unit: RolloutTask) -> None:
         self.key = key
         self.unit = unit
@@ -41,7 +32,6 @@ class FakeFuture:
         self._callbacks: list[Callable[[UnitFuture], None]] = []
 
     def end(self, outcome: RolloutResult | Exception) -> None:
-        """Complete the Dask task with this outcome."""
         self._outcome = outcome
         # A lost result is not an error of the task, which had ended.
         failed = isinstance(outcome, Exception) and not isinstance(outcome, CancelledError)
@@ -50,17 +40,14 @@ class FakeFuture:
             callback(self)
 
     def add_done_callback(self, callback: Callable[[UnitFuture], None], /) -> None:
-        """Add a callback; called at once if the future is done, as in Dask."""
         self._callbacks.append(callback)
         if self.status != "pending":
             callback(self)
 
     def exception(self) -> BaseException | None:
-        """Error of the task. None: still running."""
         return self._outcome if isinstance(self._outcome, Exception) else None
 
     def result(self) -> RolloutResult:
-        """Result of the task. Raises: its error; TimeoutError at once if it is still running."""
         if isinstance(self._outcome, Exception):
             raise self._outcome
         if self._outcome is None:
@@ -89,7 +76,6 @@ class FakeClient:
         future.end(RolloutResult(future.unit.key, ("shard",), 0, WORKER))
 
     def scheduler_info(self, n_workers: int) -> Mapping[str, Any]:
-        """Scheduler info with one worker, which has one explorer resource per engine."""
         return {"workers": {WORKER: {"name": WORKER, "resources": {EXPLORER_RESOURCE: self.num_engines}}}}
 
     def submit(
@@ -110,15 +96,12 @@ class FakeClient:
         return future
 
     def report(self, topic: str, message: Any) -> None:
-        """Publish a message on a Dask topic, as a worker does."""
         self.topics[topic]((0.0, message))
 
     def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> None:
-        """Subscribe one handler per topic."""
         self.topics[topic] = handler
 
     def unsubscribe_topic(self, topic: str, /) -> None:
-        """Remove the handler. Raises: KeyError: there is none."""
         del self.topics[topic]
 
     def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> None:

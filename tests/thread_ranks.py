@@ -15,8 +15,6 @@ from rftdask.trainer.ranks import Ranks
 
 
 class ThreadRanks(Ranks):
-    """Rank of one thread in its gang."""
-
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
         super().__init__()
         self.rank, self.size = rank, len(board)
@@ -28,15 +26,12 @@ class ThreadRanks(Ranks):
         return json.loads(self._all(json.dumps(message))[0])
 
     def all_gather(self, message: Any) -> list[Any]:
-        """Gather through JSON, in rank order."""
         return [json.loads(data) for data in self._all(json.dumps(message))]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather bytes of any length, in rank order."""
         return self._all(data)
 
     def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Exchange bytes of any length; results are in rank order."""
         return [of_rank[self.rank] for of_rank in self._all(list(parts))]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
