@@ -17,11 +17,10 @@ from rftdask.storage import Storage
 from rftdask.storage.local import LocalStorage
 from rftdask.storage.memory import MemoryStorage
 from rftdask.testing.crashtest.damage import damage_files
-from rftdask.testing.crashtest.disk import SimulatedDisk
 from rftdask.testing.crashtest.ending import check_ending, new_memory
 from rftdask.testing.crashtest.figures import CrashReport, Figures, ProtectionFigures
 from rftdask.testing.crashtest.kills import list_places
-from rftdask.testing.crashtest.power import lose_power
+from rftdask.testing.crashtest.power import SimulatedDisk, lose_power
 from rftdask.testing.crashtest.rivals import meet_rivals
 from rftdask.testing.crashtest.suite import CheckThenWrite, LateLedger, TrustingLog
 from rftdask.testing.crashtest.suite import run_crash_test as run

@@ -10,7 +10,7 @@ import pytest
 
 from rftdask.errors import NotFoundError, StorageError
 from rftdask.storage.local import LocalStorage
-from rftdask.testing.crashtest.disk import SimulatedDisk
+from rftdask.testing.crashtest.power import SimulatedDisk
 
 SEEDS = range(40)
 DATA = bytes(range(1, 101))

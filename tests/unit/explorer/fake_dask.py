@@ -1,6 +1,6 @@
 """Fake `cluster.dask_client.DaskClient` whose units have the outcomes that a test specifies, at once or on request.
 
-    client = FakeClient(died, died)                    # then all else ends well
+client = FakeClient(died, died)                    # then all else ends well
 """
 
 from __future__ import annotations
