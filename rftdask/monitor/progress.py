@@ -196,7 +196,6 @@ class PlainView(ProgressView):
         self._out = out
 
     def note(self, text: str) -> None:
-        """Print a line."""
         self._print(f"note: {text}")
 
     def _show(self, progress: Progress) -> None:
@@ -227,7 +226,6 @@ class TerminalView(ProgressView):
         self._live.stop()
 
     def note(self, text: str) -> None:
-        """Print a line above the panel."""
         self._console.print(safe(f"note: {text}"), style="yellow", markup=False, highlight=False)
 
     def _show(self, progress: Progress) -> None:
@@ -270,7 +268,6 @@ class JupyterView(ProgressView):
         self._notes: list[str] = []
 
     def note(self, text: str) -> None:
-        """Add a note; the last few are drawn below the panel."""
         self._notes.append(safe(text))
         if self._newest is not None:
             self._show(self._newest)

@@ -137,9 +137,8 @@ class TensorBoardTracker(Tracker):
         self._writers[role].add_event(event)
 
     def flush(self) -> None:
-        """Writers keep events for up to two minutes otherwise."""
         for writer in self._writers.values():
-            writer.flush()
+            writer.flush()  # otherwise it keeps events for up to two minutes
 
     def close(self) -> None:
         """Flush and close the writers; a later `log` would open new files."""
@@ -232,22 +231,19 @@ class WandbTracker(_WandbStyleTracker):
     monitor_type: ClassVar[str] = "wandb"
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
-        """args: further arguments of `wandb.init`."""
         super().__init__(run, **args)
         self._roles: set[str] = set()
         self._rollouts = self._package.Table(columns=list(COLUMNS), log_mode="INCREMENTAL")
 
     def _settings(self, run: TrackedRun, args: Mapping[str, Any]) -> dict[str, Any]:
         run.folder.mkdir(parents=True, exist_ok=True)
-        identity = {"project": run.project, "id": _plain(f"{run.project}-{run.name}"), "resume": "allow"}
-        settings = {**identity, "dir": str(run.folder)}
+        settings = {"project": run.project, "dir": str(run.folder), **_identity(run)}
         if self._package.api.api_key is None:
             # Without a key, init would prompt on the terminal and block a batch job forever.
             settings["mode"] = os.environ.get("WANDB_MODE", "offline")
         return settings
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """Log metrics; `time_s` is ignored, because wandb uses its own clock."""
         # Each role has its own step metric, because a run has only one global step.
         if role not in self._roles:
             self._run.define_metric(f"{role}/*", step_metric=f"{role}/step")
@@ -270,15 +266,16 @@ class SwanLabTracker(_WandbStyleTracker):
     monitor_type: ClassVar[str] = "swanlab"
 
     def _settings(self, run: TrackedRun, args: Mapping[str, Any]) -> dict[str, Any]:
-        # Without a key, init would prompt on the terminal.
-        mode = args.get("mode") or os.environ.get("SWANLAB_MODE") or ("online" if _swanlab_key() else "offline")
+        # A key is in the environment or from `swanlab login`. Without one, init would prompt on the terminal.
+        login = Path(os.environ.get("SWANLAB_SAVE_DIR", "~/.swanlab")).expanduser() / ".netrc"
+        has_key = "SWANLAB_API_KEY" in os.environ or login.exists()
+        mode = args.get("mode") or os.environ.get("SWANLAB_MODE") or ("online" if has_key else "offline")
         settings = {"mode": mode, "log_dir": str(run.folder / "swanlab")}
-        if mode == "online":  # offline runs have no id, so each start is a new experiment
-            settings |= {"id": _plain(f"{run.project}-{run.name}"), "resume": "allow"}
-        return settings
+        # Offline runs have no id, so each start is a new experiment.
+        return settings | _identity(run) if mode == "online" else settings
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """Log the finite metrics; SwanLab accepts no others. `time_s` is ignored."""
+        """Log the finite metrics; SwanLab accepts no others."""
         if finite := {key: value for key, value in metrics.items() if math.isfinite(value)}:
             super().log(role, step, finite)
 
@@ -300,10 +297,9 @@ class TrackioTracker(_WandbStyleTracker):
         return self._package.Table(dataframe=pd.DataFrame(table_rows(step, rollouts), columns=list(COLUMNS)))
 
 
-def _swanlab_key() -> bool:
-    """Return True if an API key is available, from the environment or from `swanlab login`."""
-    folder = Path(os.environ.get("SWANLAB_SAVE_DIR", "~/.swanlab")).expanduser()
-    return "SWANLAB_API_KEY" in os.environ or (folder / ".netrc").exists()
+def _identity(run: TrackedRun) -> dict[str, str]:
+    """Arguments of `init` that continue the run of an earlier start."""
+    return {"id": _plain(f"{run.project}-{run.name}"), "resume": "allow"}
 
 
 def _plain(name: str) -> str:
@@ -351,15 +347,13 @@ def make_tracker(
     tracker = find_part("monitor", monitor_type, registered, plugin_dirs)
     args = fill_from_environment(args or {})
     bind_arguments("monitor.monitor_args", tracker, args, supplied=1)
-    is_temporary = folder is None
-    if tracker is NoTracker:  # before a folder is created
-        return NoTracker(TrackedRun(Path(), project, name, {}))
-    if folder is None:
+    is_temporary = folder is None and tracker is not NoTracker  # which needs no folder
+    if is_temporary:
         folder = Path(tempfile.mkdtemp(prefix="rftdask-monitor-"))
         logger.warning(
             "the run is not on a local file system: files of monitor_type %s are in %s", monitor_type, folder
         )
-    instance: Tracker = tracker(TrackedRun(folder, project, name, config or {}, is_temporary), **(args or {}))
+    instance: Tracker = tracker(TrackedRun(folder or Path(), project, name, config or {}, is_temporary), **args)
     return instance
 
 

@@ -70,14 +70,13 @@ def read_run_jobs(url: str) -> RunJobs:
         return RunJobs(tuple(JobStatus(j.role, j.name, j.job_id, unknown, False) for j in records), "", has_begun)
     jobs = []
     for job in records:
+        is_alive = alive.get(job.job_id) is not None
         if job.job_id in alive:
-            state = alive[job.job_id]
-            text = state or "not asked"
+            text = alive[job.job_id] or "not asked"
             text += f", expected to start at {starts[job.job_id]}" if job.job_id in starts else ""
-            jobs.append(JobStatus(job.role, job.name, job.job_id, text, state is not None))
         else:
-            outcome = system_of(job).reason(job.job_id) or "ended"
-            jobs.append(JobStatus(job.role, job.name, job.job_id, outcome, False))
+            text = system_of(job).reason(job.job_id) or "ended"
+        jobs.append(JobStatus(job.role, job.name, job.job_id, text, is_alive))
     numbers = slurm_numbers(storage, records)
     used = usage(numbers) if numbers else None
     usage_unknown = NO_BOOKS if numbers and used is None else ""

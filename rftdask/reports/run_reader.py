@@ -113,8 +113,6 @@ class StageReader:
 
     def rows(self, role: str) -> pd.DataFrame:
         """Return the metrics of one role, by step; without metrics, an empty frame with "role", "step" and "time_s"."""
-        if not len(self.metrics):
-            return self.metrics.reindex(columns=["role", "step", "time_s"])
         return self.metrics[self.metrics["role"] == role].sort_values("step")
 
     def _of_role(self, role: str) -> list[MetricsRow]:
@@ -137,8 +135,7 @@ class StageReader:
     @property
     def seconds(self) -> float:
         """Wall time of the stage in this process, otherwise between its first and last metrics, pauses included."""
-        first, last = self.span
-        return self.seconds_here or last - first
+        return self.seconds_here or self.span[1] - self.span[0]
 
     @property
     def span(self) -> tuple[float, float]:
@@ -151,9 +148,8 @@ class StageReader:
     def accuracies(self) -> list[Accuracy]:
         """Accuracy over all tasksets of each completely evaluated policy version, in order."""
         has_counts = any("num_rollouts" in row.metrics for row in self.metric_rows)
-        versions: dict[int, list[tuple[float, float]]] = defaultdict(
-            list
-        )  # step -> (correct, rollouts) of each taskset
+        # step -> (correct, rollouts) of each taskset
+        versions: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for row in self._of_role("eval"):
             count = row.metrics.get("num_rollouts", math.nan) if has_counts else 1.0
             if not math.isnan(correct := row.metrics.get("accuracy", math.nan) * count):
@@ -168,9 +164,8 @@ class StageReader:
     def auxiliary_use(self) -> dict[str, dict[str, float]]:
         """Calls, failures, tokens and cost of each auxiliary model, over all rollouts and evaluations."""
         use: dict[str, dict[str, float]] = {}
-        for column in sorted(
-            {name for row in self.metric_rows for name in row.metrics if name.startswith("auxiliary/")}
-        ):
+        names = {name for row in self.metric_rows for name in row.metrics}
+        for column in sorted(name for name in names if name.startswith("auxiliary/")):
             model, _, quantity = column.removeprefix("auxiliary/").rpartition("/")  # the name may contain slashes
             values = [value for role in ("explorer", "eval") for value in self.values(role, column)]
             use.setdefault(model, {})[quantity] = sum(values, 0.0)

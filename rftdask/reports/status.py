@@ -172,8 +172,8 @@ def read_line(name: str, url: str, stages: Sequence[StageReader]) -> RunLine:
         total = _planned_steps(current) if begun else None
         # Earlier stages have ended, whatever their plan was.
         progress = (len(begun) - 1 + min(1.0, step / total)) / len(stages) if total else None
-    rewards = [reward for stage in begun if (reward := stage.last("trainer", "reward")) is not None]
-    losses = [loss for stage in begun if (loss := stage.last("eval", "eval_loss")) is not None]
+    rewards = [reward for stage in begun for reward in stage.values("trainer", "reward")]
+    losses = [loss for stage in begun for loss in stage.values("eval", "eval_loss")]
     accuracies = [accuracy for stage in begun for accuracy in stage.accuracies]
     spans = [stage.span for stage in begun if stage.metric_rows]
     return RunLine(
@@ -185,11 +185,11 @@ def read_line(name: str, url: str, stages: Sequence[StageReader]) -> RunLine:
         step=step,
         total=total,
         progress=progress,
-        reward=rewards[-1] if rewards else None,
+        reward=next(reversed(rewards), None),
         first_accuracy=accuracies[0].value if accuracies else None,
         accuracy=accuracies[-1].value if accuracies else None,
         accuracy_error=accuracies[-1].error if accuracies else math.nan,
-        eval_loss=losses[-1] if losses else None,
+        eval_loss=next(reversed(losses), None),
         seconds=sum(end - start for start, end in spans),
         began_s=min((start for start, _ in spans), default=0.0),
         last_number_s=max((end for _, end in spans), default=0.0),

@@ -16,7 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, variance
-from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from rftdask.buffer.log import open_log
 from rftdask.config import Config
@@ -27,9 +31,6 @@ from rftdask.run.run_folder import package_versions
 from rftdask.storage import open_storage
 from rftdask.storage.safe_text import mask, safe, safe_console
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 NUM_SAMPLES = 5
 _COMPARED = ("reward", "response_length", "truncated", "flat_groups", "rollout_entropy", "kl", "loss", "staleness")
@@ -359,11 +360,6 @@ def covered_s(intervals: Sequence[Interval]) -> float:
 
 def render_summary(summary: RunSummary) -> RenderableType:
     """Draw the end of a run for a terminal: results, sample answers, files and next commands."""
-    # late: not needed by programs that only read a summary
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
 
     def shown(text: str, style: str = "") -> Text:
         return Text(safe(text), style)
@@ -420,10 +416,6 @@ def render_summary(summary: RunSummary) -> RenderableType:
 
 
 def _sample_table(samples: Sequence[SampleAnswer]) -> RenderableType:
-    from rich import box  # late, as above
-    from rich.table import Table
-    from rich.text import Text
-
     def answer(text: str, reward: float | None) -> RenderableType:
         return Text.assemble(safe(shorten(text)), "" if reward is None else (f"\nreward {reward:.3g}", "dim"))
 

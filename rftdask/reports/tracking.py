@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ROLLOUTS = 16
 """Rollouts per explore step in a table: few enough for services that charge by size. `rftdask studio` shows all."""
+# After the task, in the order of the fields of RolloutRow.
 _COLUMNS = ["taskset", "epoch", "task_index", "rollout", "prompt_text", "response_text", "truth", "reward", "status"]
 
 
@@ -47,26 +49,21 @@ def open_feed(config: Config, storage: Storage, monitor_type: str, args: Mapping
     )
 
     def read_rollouts(step: int) -> list[RolloutRow]:
-        rollouts: list[RolloutRow] = []
-        for row in _rows(config, storage, step):
-            task = f"{row['taskset']}/{row['epoch']}/{row['task_index']}"
-            texts = (row["prompt_text"], row["response_text"], row["truth"])
-            rollouts.append(RolloutRow(task, row["rollout"], *texts, row["reward"], row["status"]))
-            if len(rollouts) == MAX_ROLLOUTS:
-                break
-        return rollouts
+        return list(islice(_rollouts(config, storage, step), MAX_ROLLOUTS))
 
     return TrackerFeed(storage, tracker, monitor_type, read_rollouts)
 
 
-def _rows(config: Config, storage: Storage, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an explore step; unreadable shards are skipped with a warning."""
+def _rollouts(config: Config, storage: Storage, step: int) -> Iterator[RolloutRow]:
+    """Yield the rollouts of an explore step; unreadable shards are skipped with a warning."""
     log = open_log(storage, config)
     for name in log.shards(step):
         if name.explore_step > step:
             break
         try:
-            yield from log.read(name, _COLUMNS).select(_COLUMNS).to_pylist()
+            for row in log.read(name, _COLUMNS).select(_COLUMNS).to_pylist():
+                taskset, epoch, task, *columns = row.values()
+                yield RolloutRow(f"{taskset}/{epoch}/{task}", *columns)
         except (DamagedError, NotFoundError) as error:  # quarantined or removed by retention in the meantime
             logger.warning("trackers do not show the rollouts of explore step %d: %s", step, error)
 

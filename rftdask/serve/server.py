@@ -30,7 +30,7 @@ import signal
 import ssl
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,12 +52,12 @@ from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.answer_stream import OnText
 from rftdask.rollouts.policy.endpoint import answer_http, as_response, key_in, web_server
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
-from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, BadRequestError, OpenAIAnswer, refusal
+from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, refusal
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
 from rftdask.rollouts.rollout import Rollout
 from rftdask.rollouts.workflows.base import Reward
 from rftdask.run.lease import Lease
-from rftdask.run.run_folder import open_run, private_files, record_config
+from rftdask.run.run_folder import open_run, private_files
 from rftdask.serve.engines import EnginePool, LocalEngines
 from rftdask.serve.load_balancer import MAX_UNSIZED, FullError, LoadBalancer, NoEngineError
 from rftdask.serve.sessions import TASKSET, RewardedSession, SessionStore, one_rollout
@@ -162,7 +162,8 @@ class PolicyServer:
                 Route("/v1/{path:path}", self._answer, methods=["GET", "POST"]),
                 Route("/sessions/{session}/v1/models", self._models),
                 Route("/sessions/{session}/v1/{path:path}", self._answer, methods=["GET", "POST"]),
-            ]
+            ],
+            exception_handlers={_Refused: lambda request, refused: as_response(refused.args[0])},
         )
 
     def key_of(self, session: str) -> str:
@@ -180,8 +181,8 @@ class PolicyServer:
 
     # ---- access
 
-    def _authorize(self, request: Request) -> str | None:
-        """The session that a request names, "" if it names none; None: its key is not valid."""
+    def _authorize(self, request: Request) -> str:
+        """The session that a request names, "" if it names none. Raises: _Refused: its key is not valid."""
         key = key_in(request)
         named = str(request.path_params.get("session") or request.headers.get("x-session-id") or "")
         if hmac.compare_digest(key.encode(), self._token.encode()):
@@ -189,7 +190,9 @@ class PolicyServer:
         session = key.rpartition(".")[0]
         # A session's key is valid only for that session, whatever else the request names.
         is_valid = named in ("", session) and hmac.compare_digest(self.key_of(session).encode(), key.encode())
-        return session if session and is_valid else None
+        if not session or not is_valid:
+            raise _Refused(WRONG_KEY)
+        return session
 
     def _session(self, session_id: str, task: str) -> _Session:
         session = self._sessions.get(session_id)
@@ -271,64 +274,53 @@ class PolicyServer:
         )
 
     async def _models(self, request: Request) -> Response:
-        return as_response(WRONG_KEY if self._authorize(request) is None else MODELS)
+        self._authorize(request)
+        return as_response(MODELS)
 
     async def _answer(self, request: Request) -> Response:
         session_id = self._authorize(request)
-        if session_id is None:
-            return as_response(WRONG_KEY)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         headers: dict[str, str] = {}
         answer = partial(self._ask, session_id, request.headers.get("x-task-id", ""), is_retry, headers)
         return await answer_http(answer, request, headers)
 
     async def _open(self, request: Request) -> Response:
-        if self._authorize(request) != "":
-            return as_response(WRONG_KEY)
+        if self._authorize(request):
+            raise _Refused(WRONG_KEY)
         body = await _body(request)
         if body is None or not isinstance(body.get("task_id", ""), str):
-            return as_response(refusal('the body must be an object: {"task_id": TEXT} or {}'))
+            raise _refused('the body must be an object: {"task_id": TEXT} or {}')
         name = self._session(secrets.token_hex(8), body.get("task_id", "")).id
         return _success(session_id=name, api_key=self.key_of(name), base_path=f"/sessions/{name}/v1")
 
     async def _feedback(self, request: Request) -> Response:
-        named = self._authorize(request)
-        if named is None:
-            return as_response(WRONG_KEY)
-        try:
-            return await self._reward(named, await _body(request))
-        except BadRequestError as error:
-            return as_response(refusal(str(error), error.param, status=int(error.code or 400)))
-
-    async def _reward(self, named: str, body: Mapping[str, Any] | None) -> Response:
-        """End sessions with a reward. Raises: BadRequestError: `code` is the HTTP status, 400 by default."""
+        """End sessions with a reward."""
+        named, body = self._authorize(request), await _body(request)
         reward = None if body is None else body.get("reward")
         if body is None or isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise BadRequestError('the body must be an object: {"reward": NUMBER, "session_id": ..., ...}', "reward")
+            raise _refused('the body must be an object: {"reward": NUMBER, "session_id": ..., ...}', "reward")
         names = self._rewarded_sessions(named, body)
         # Several sessions become one rollout, named after the first of them.
         session_id, sessions = names[0], [self._sessions[name] for name in names if name in self._sessions]
         task, metrics = body.get("task_id") or "", body.get("metrics", {})
         if not isinstance(task, str) or not isinstance(metrics, Mapping):
-            raise BadRequestError("task_id must be text, and metrics an object of numbers", "metrics")
+            raise _refused("task_id must be text, and metrics an object of numbers", "metrics")
         if len(sessions) < len(names):
             # Possibly a repeated request of a client that lost the first reply.
             stored = await asyncio.to_thread(self._store.find, session_id)
             if stored is None:
                 missing = next(name for name in names if name not in self._sessions)
-                raise BadRequestError(f"session {missing} does not exist", "session_id", "404")
+                raise _refused(f"session {missing} does not exist", "session_id", 404)
             if stored["reward"] != float(reward):
-                raise BadRequestError(
-                    f"session {session_id} already has the reward {stored['reward']}", "reward", "409"
-                )
+                raise _refused(f"session {session_id} already has the reward {stored['reward']}", "reward", 409)
             return _success(session_id=session_id, status="success")
         if any(session.num_running or session.is_ending for session in sessions):
-            raise BadRequestError("the session is being answered or rewarded; try again later", "session_id", "409")
+            raise _refused("the session is being answered or rewarded; try again later", "session_id", 409)
         try:
             outcome = Reward(float(reward), dict(metrics))
             rows = one_rollout([self._rewarded(session, outcome) for session in sessions])
         except (TypeError, ValueError) as error:
-            raise BadRequestError(str(error)) from error
+            raise _refused(str(error)) from error
         for session in sessions:
             session.is_ending = True  # refuses further requests
         try:
@@ -348,28 +340,28 @@ class PolicyServer:
         )
 
     def _rewarded_sessions(self, named: str, body: Mapping[str, Any]) -> list[str]:
-        """Sessions that a feedback body names, directly or by the ids of answers. Raises: BadRequestError."""
+        """Sessions that a feedback body names, directly or by the ids of answers."""
         answer_ids = body.get("msg_ids")
         if answer_ids is None:
             session_id = named or body.get("session_id")
             if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
-                raise BadRequestError("session_id is missing; name the session of this reward", "session_id")
+                raise _refused("session_id is missing; name the session of this reward", "session_id")
             if body.get("session_id", session_id) != session_id:
-                raise BadRequestError("this key belongs to another session", "session_id", "403")
+                raise _refused("this key belongs to another session", "session_id", 403)
             return [session_id]
         if not isinstance(answer_ids, list) or not answer_ids or not all(isinstance(name, str) for name in answer_ids):
-            raise BadRequestError("msg_ids must be a list of answer ids", "msg_ids")
+            raise _refused("msg_ids must be a list of answer ids", "msg_ids")
         if unknown := next((name for name in answer_ids if name not in self._session_of_answer), None):
             why = f"answer {unknown} is unknown: it is too old, or the server was restarted"
-            raise BadRequestError(why, "msg_ids", "404")
+            raise _refused(why, "msg_ids", 404)
         names = list(dict.fromkeys(self._session_of_answer[name] for name in answer_ids))
         if named and names != [named]:
-            raise BadRequestError("this key belongs to another session", "msg_ids", "403")
+            raise _refused("this key belongs to another session", "msg_ids", 403)
         return names
 
     async def _commit(self, request: Request) -> Response:
-        if self._authorize(request) != "":
-            return as_response(WRONG_KEY)
+        if self._authorize(request):
+            raise _Refused(WRONG_KEY)
         num_groups = await asyncio.to_thread(self._store.commit_groups, include_incomplete=True)
         return _success(status="success", num_groups=num_groups)
 
@@ -386,6 +378,14 @@ class PolicyServer:
             weights=self.weights,
         )
         return [dataclasses.replace(row, session=session.id) for row in rollout.rewarded(session.model, reward)]
+
+
+class _Refused(Exception):
+    """A request is not served; the argument is its OpenAIAnswer."""
+
+
+def _refused(why: str, param: str | None = None, status: int = 400) -> _Refused:
+    return _Refused(refusal(why, param, status=status))
 
 
 def _success(**body: Any) -> Response:
@@ -441,18 +441,23 @@ def serve_policy(
         section, queue = config.explorer.rollout_model, LoadBalancer(None if options.max_concurrent else MAX_UNSIZED)
         start: Callable[[Storage, LoadBalancer], EnginePool] = partial(LocalEngines, config)
         if not config.cluster.is_one_machine:
-            start = stack.enter_context(_on_workers(config, storage))
+            from rftdask.serve import worker_pool  # late: local engines need no Dask
+
+            start = stack.enter_context(worker_pool.on_workers(config, storage))
         tokenizer = load_tokenizer(config)
         parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
 
         async def run() -> None:
+            ended = asyncio.Event()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, ended.set)
             engines = start(storage, queue)
             try:
                 # Late: takes most of a second, while the engines start. Only the Responses API needs it.
                 importlib.import_module("openai.types.responses")
                 if not config.cluster.is_one_machine:
                     say(f"waiting for the first explorer worker of cluster.type {config.cluster.type}")
-                if not await _wait_for_engine(engines):
+                if not await _wait_for_engine(engines, ended):
                     return
                 sampling, guided, images = model_sampling(config.model), section.traits.guides_sampling, None
                 # Only now: local engines have downloaded the model by then. Any request may hold images, unlike tasks.
@@ -463,7 +468,8 @@ def serve_policy(
                     _ = images.placeholder_id  # loads torch, so before the first request
                 served = ServedModel(queue, tokenizer, sampling, config.model, None, parser, guided, images)
                 server = PolicyServer(config, served, store, token, options)
-                await _run(server, options, engines, storage, f"with the key {token}", say)
+                text = f"with the key {token}; its sessions go to {storage.url}"
+                await _run(server, options, engines, ended, lambda address: say(f"serving {address} {text}"))
             finally:
                 await engines.close()
 
@@ -472,29 +478,8 @@ def serve_policy(
         say(f"{store.num_groups} groups are in the log, {store.num_waiting} sessions wait for others of their task")
 
 
-@contextlib.contextmanager
-def _on_workers(config: Config, storage: Storage) -> Iterator[Callable[[Storage, LoadBalancer], EnginePool]]:
-    """Start the configured cluster. Yields: a factory of WorkerEngines. Raises: UserError: it cannot start;
-    WaitTimeout.
-    """
-    # Late: local engines need no Dask.
-    from rftdask.cluster.base import plan_cluster, start_cluster
-    from rftdask.cluster.layout import EXPLORER_RESOURCE
-    from rftdask.rollouts.work_unit_task import WarmUp
-    from rftdask.serve.worker_pool import WorkerEngines
-
-    layout = plan_cluster(config, [config])
-    run = WarmUp(storage.url, record_config(storage, config), layout.threads_of(EXPLORER_RESOURCE), None)
-    with start_cluster(config, layout, storage) as cluster:
-        cluster.use((EXPLORER_RESOURCE,))
-        yield partial(WorkerEngines, cluster, run)
-
-
-async def _wait_for_engine(engines: EnginePool) -> bool:
-    """Wait for the first engine. Returns: False if a signal came first. Raises: see EnginePool.poll."""
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+async def _wait_for_engine(engines: EnginePool, ended: asyncio.Event) -> bool:
+    """Wait for the first engine. Returns: False if `ended` was set first. Raises: see EnginePool.poll."""
     ending = asyncio.create_task(ended.wait())
     while not engines.queue.engines and not ended.is_set():
         polling = asyncio.create_task(engines.poll())
@@ -512,37 +497,30 @@ async def _run(
     server: PolicyServer,
     options: ServeOptions,
     engines: EnginePool,
-    storage: Storage,
-    key: str,
-    say: Callable[[str], None],
+    ended: asyncio.Event,
+    say_address: Callable[[str], None],
 ) -> None:
-    """Listen until a signal comes, polling the engines and committing groups meanwhile.
+    """Listen until `ended` is set, polling the engines and committing groups meanwhile.
 
     Raises: StorageError; RoleError: no engine is left. The next server of the run continues.
     """
     web = web_server(
         server.app(), host=options.host, port=options.port, timeout_graceful_shutdown=_CLOSE_S, **options.tls
     )
-
-    def end() -> None:
-        web.should_exit = True
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, end)
-    listening = asyncio.create_task(web.serve())
+    listening, ending = asyncio.create_task(web.serve()), asyncio.create_task(ended.wait())
     try:
         while not web.started and not listening.done():
             await asyncio.sleep(0.01)
         if web.started:
             host, port = web.servers[0].sockets[0].getsockname()[:2]
-            scheme = "https" if options.tls_cert else "http"
-            say(f"serving {scheme}://{host}:{port}/v1 {key}; its sessions go to {storage.url}")
-        while not listening.done():
+            say_address(f"{'https' if options.tls_cert else 'http'}://{host}:{port}/v1")
+        while not (listening.done() or ended.is_set()):
             await engines.poll()
             server.weights, server.num_engines = engines.weights, len(engines.queue.engines)
             await server.commit_groups()
-            await asyncio.wait({listening}, timeout=_POLL_INTERVAL_S)
+            await asyncio.wait({listening, ending}, timeout=_POLL_INTERVAL_S)
     finally:
-        end()
+        ending.cancel()
+        web.should_exit = True
         await listening
     await server.commit_groups()

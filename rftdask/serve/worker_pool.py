@@ -9,23 +9,27 @@ that ends or is killed leaves no engine behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 from distributed import Status, Worker
 from distributed.comm.core import Comm
 
-from rftdask.cluster.base import Cluster
+from rftdask.cluster.base import Cluster, plan_cluster, start_cluster
 from rftdask.cluster.layout import EXPLORER_RESOURCE
+from rftdask.config import Config
 from rftdask.engines.client import LOAD_TIMEOUT_S, AskedEngine
 from rftdask.engines.remote import RemoteEngine, RemoteEngines, RemoteEngineServer
 from rftdask.errors import ProcessLostError, RftError, RoleError, UserError
 from rftdask.processes.dask_task import workers_of
 from rftdask.rollouts.work_unit_task import WarmUp, own_engine
+from rftdask.run.run_folder import record_config
 from rftdask.serve.engines import EnginePool
 from rftdask.serve.load_balancer import LoadBalancer
 from rftdask.storage import Storage, open_storage
@@ -40,6 +44,19 @@ MAX_FAILURES = 3
 """Consecutive failed starts, without a running engine, after which the server ends."""
 
 log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def on_workers(config: Config, storage: Storage) -> Iterator[Callable[[Storage, LoadBalancer], WorkerEngines]]:
+    """Start the configured cluster and yield a factory of WorkerEngines.
+
+    Raises: UserError: it cannot start; WaitTimeout.
+    """
+    layout = plan_cluster(config, [config])
+    run = WarmUp(storage.url, record_config(storage, config), layout.threads_of(EXPLORER_RESOURCE), None)
+    with start_cluster(config, layout, storage) as cluster:
+        cluster.use((EXPLORER_RESOURCE,))
+        yield partial(WorkerEngines, cluster, run)
 
 
 class WorkerEngines(EnginePool):

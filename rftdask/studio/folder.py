@@ -72,26 +72,23 @@ class Folder:
 
     def stages(self, name: str) -> list[StageReader]:
         """Stages of a run, including the values that they have already read."""
-        url = self.url_of(name)
 
-        def read() -> list[StageReader]:
+        def read(url: str) -> list[StageReader]:
             stages = open_stages(url)
             for stage in stages:
                 _ = stage.metric_rows  # read now, so that the time it takes is measured
             return stages
 
-        return self._cached(("stages", name), read)
+        return self._of_run("stages", name, read)
 
     def config(self, name: str) -> Config:
         """Config with which a run began, including its stages."""
-        url = self.url_of(name)
-        return self._cached(("config", name), lambda: read_run_config(open_storage(url)))
+        return self._of_run("config", name, lambda url: read_run_config(open_storage(url)))
 
     def fingerprints(self, name: str) -> Mapping[str, Any]:
         """Recorded input fingerprints and package versions of a run, over all its stages."""
-        url = self.url_of(name)
 
-        def read() -> dict[str, Any]:
+        def read(url: str) -> dict[str, Any]:
             records = [read_run(stage.storage) for stage in self.stages(name) if stage.has_begun]
             records = records or [read_run(open_storage(url))]
             merged: dict[str, Any] = {"versions": records[0].get("versions", {})}
@@ -100,13 +97,12 @@ class Folder:
                 merged[kind] = {key: value for part in parts for key, value in part.items()}
             return merged
 
-        return self._cached(("fingerprints", name), read)
+        return self._of_run("fingerprints", name, read)
 
     def line(self, name: str) -> RunLine:
         """Status of a run in one line."""
-        url = self.url_of(name)
 
-        def read() -> tuple[RunLine, object]:
+        def read(url: str) -> tuple[RunLine, object]:
             _, (before, last_mark) = self._cache.get(("line", name), (0.0, (None, None)))
             mark = _mark(url)
             # Starting a run changes its mark, so an ended run with an unchanged mark is still the same.
@@ -119,16 +115,16 @@ class Folder:
                 line = read_line(name, url, self.stages(name))
             return line, mark
 
-        return self._cached(("line", name), read)[0]
+        return self._of_run("line", name, read)[0]
 
     def summary(self, name: str) -> RunSummary:
         """Summary of a run. Raises: DamagedError: its experiences cannot be counted."""
-        line, url = self.line(name), self.url_of(name)
+        line = self.line(name)
 
-        def read() -> RunSummary:
+        def read(url: str) -> RunSummary:
             return summarize(self.config(name), url, self.stages(name), status=line.state, error=line.why)
 
-        return self._cached(("summary", name), read)
+        return self._of_run("summary", name, read)
 
     def lines(self) -> list[RunLine]:
         """Status of all runs: live runs first, then the newest first. An unreadable run contains its error; runs beyond
@@ -155,34 +151,35 @@ class Folder:
 
     def status(self, name: str) -> list[StageStatus]:
         """Status of each stage, as shown by `rftdask status`."""
-        url = self.url_of(name)
-        return self._cached(("status", name), lambda: read_status(url))
+        return self._of_run("status", name, read_status)
 
     def jobs(self, name: str) -> RunJobs:
         """Jobs of a run on a batch system."""
-        url = self.url_of(name)
-        return self._cached(("jobs", name), lambda: read_run_jobs(url))
+        return self._of_run("jobs", name, read_run_jobs)
 
     def logs(self, name: str, num_lines: int) -> dict[str, list[str]]:
         """Last lines of each log that is not empty."""
-        url = self.url_of(name)
 
-        def read() -> dict[str, list[str]]:
+        def read(url: str) -> dict[str, list[str]]:
             with contextlib.suppress(DataError):  # the run has no logs
                 return {log: lines for log, lines in read_logs(url, "", num_lines) if lines}
             return {}
 
-        return self._cached(("logs", name), read)
+        return self._of_run("logs", name, read)
 
     def browser(self, name: str, *, evals: bool = False) -> Browser:
         """Experiences of a run, or its answers to evaluations."""
-        url = self.url_of(name)
-        return self._cached(("browser", name, evals), lambda: Browser(url, evals=evals))
+        return self._of_run("browser", name, lambda url: Browser(url, evals=evals), evals)
 
     def clear(self) -> None:
         """Empty the cache."""
         with self._lock:
             self._cache.clear()
+
+    def _of_run(self, kind: str, name: str, read: Callable[[str], _Read], *more: Hashable) -> _Read:
+        """Value of a run, read from its URL unless it is cached. more: further parts of the key of the cache."""
+        url = self.url_of(name)
+        return self._cached((kind, name, *more), lambda: read(url))
 
     def _cached(self, key: _Key, read: Callable[[], _Read]) -> _Read:
         with self._lock:

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import socket
@@ -173,18 +174,17 @@ class Studio:
         self.folder.url_of(name)  # raises if it does not exist
         return name
 
-    def _head(self, name: str) -> dict[str, Any]:
-        """Values of the header of every page of a run."""
-        line = self.folder.line(name)
-        title = self.folder.stages(name)[0].config.name.partition("/")[0] if name == HERE else name
-        return {
+    def _run_page(self, name: str, page: str, template: str = "", scripts: bool = False, **values: Any) -> Response:
+        """Render a page of a run with its header. template: its name without a suffix; "": that of the page."""
+        head = {
             "run": name,
-            "title": title,
-            "line": line,
+            "page": page,
+            "title": self.folder.stages(name)[0].config.name.partition("/")[0] if name == HERE else name,
+            "line": self.folder.line(name),
             "url": self.folder.url_of(name),
             "has_others": name != HERE,
-            **self._can(),
         }
+        return _page(f"{template or page}.html.j2", scripts=scripts, **head, **self._can(), **values)
 
     def _can(self) -> dict[str, Any]:
         """Values for a page with actions: the action token ("" without actions) and the started commands."""
@@ -201,20 +201,17 @@ class Studio:
 
     def run(self, request: Request) -> Response:
         """Overview of a run: result, warnings, status and curves."""
-        name = self._name(request)
-        folder = self.folder
+        name, folder = self._name(request), self.folder
         values = contents.overview(folder.stages(name), folder.status(name), folder.summary(name))
-        return _page("run.html.j2", scripts=True, **self._head(name), page="run", **values)
+        return self._run_page(name, "run", scripts=True, **values)
 
     def curves(self, request: Request) -> Response:
         """Metrics of the runs that a page draws."""
         names = self._several(request)
-        lines = [
-            self.folder.line(name) for name in names
-        ]  # before the stages, which are read again if the run has ended
+        # Before the stages, which are read again if the run has ended.
+        lines = [self.folder.line(name) for name in names]
         stages = {name: self.folder.stages(name) for name in names}
-        differing = self._differing(names)
-        arms = arms_of(names, differing)
+        arms = arms_of(names, self._differing(names))
         runs = [
             {"run": line.name, "arm": arm, "state": line.state, "stages": curves_of(stages[line.name])}
             for line, arm in zip(lines, arms, strict=True)
@@ -258,7 +255,7 @@ class Studio:
             raise DataError(f"order must be one of {', '.join(filter(None, TASK_ORDERS))}, not {order!r:.100}")
         rows = self.folder.browser(name, evals=evals).rows
         values = contents.samples(rows, evals, query, max(1, _number(query, "page", 1)))
-        return _page("samples.html.j2", **self._head(name), page="samples", **values)
+        return self._run_page(name, "samples", **values)
 
     def task(self, request: Request) -> Response:
         """Answers to one task, from the first policy version to the last."""
@@ -284,10 +281,10 @@ class Studio:
         if wanted and not groups:
             raise HTTPException(404, "the run has no answers to this task")
         which = wanted or {"step": str(step)}
-        return _page(
-            "groups.html.j2",
-            **self._head(name),
-            page="samples",
+        return self._run_page(
+            name,
+            "samples",
+            "groups",
             evals=evals,
             query={"run": name, "evals": "yes" if evals else "no", **which},
             where=page,
@@ -313,7 +310,7 @@ class Studio:
         menus["state"] = browser.choices("state", "reason")
         rows = browser.page(wanted, _number(query, "page", 1))
         values: dict[str, Any] = {"browser": browser, "wanted": wanted, "found": rows, "menus": menus, "sorts": SORTS}
-        return _page("experiences.html.j2", **self._head(name), page="experiences", **values)
+        return self._run_page(name, "experiences", **values)
 
     def experience(self, request: Request) -> Response:
         """One experience with its tokens."""
@@ -323,14 +320,12 @@ class Studio:
         shown = browser.show(query.get("stage", ""), query.get("shard", ""), rows[0]) if rows else None
         if shown is None:
             raise HTTPException(404, "the run has no such experience")
-        values: dict[str, Any] = {"shown": shown, "levels": LEVELS, "evals": evals}
-        return _page("experience.html.j2", **self._head(name), page="experiences", **values)
+        return self._run_page(name, "experiences", "experience", shown=shown, levels=LEVELS, evals=evals)
 
     def distributions(self, request: Request) -> Response:
         """Rewards and lengths of the rollouts by explore step."""
         name = self._name(request)
-        values = contents.distributions(self.folder.browser(name).rows)
-        return _page("distributions.html.j2", **self._head(name), page="distributions", **values)
+        return self._run_page(name, "distributions", **contents.distributions(self.folder.browser(name).rows))
 
     def sql(self, request: Request) -> Response:
         """Result of a SQL statement over the tables of a run."""
@@ -346,10 +341,9 @@ class Studio:
                 table = query(tables, text, confined=True, deadline_s=_SQL_DEADLINE_S, max_rows=_MAX_SQL_ROWS + 1)
             except UserError as error:
                 problem = str(error)
-        return _page(
-            "sql.html.j2",
-            **self._head(name),
-            page="sql",
+        return self._run_page(
+            name,
+            "sql",
             text=text,
             columns=[] if table is None else table.column_names,
             rows=[] if table is None else [list(r.values()) for r in table.slice(0, _MAX_SQL_ROWS).to_pylist()],
@@ -362,27 +356,23 @@ class Studio:
 
     def cluster(self, request: Request) -> Response:
         """Processes, machines, jobs and used resources of a run."""
-        name = self._name(request)
-        values = contents.cluster(self.folder.stages(name), self.folder.status(name), self.folder.jobs(name))
-        return _page("cluster.html.j2", scripts=True, **self._head(name), page="cluster", **values)
+        name, folder = self._name(request), self.folder
+        values = contents.cluster(folder.stages(name), folder.status(name), folder.jobs(name))
+        return self._run_page(name, "cluster", scripts=True, **values)
 
     def about(self, request: Request) -> Response:
         """Meanings of the metrics, versions and settings of a run."""
         name = self._name(request)
-        values = contents.about(self.folder.stages(name), self.folder.summary(name))
-        return _page("about.html.j2", **self._head(name), page="about", **values)
+        return self._run_page(name, "about", **contents.about(self.folder.stages(name), self.folder.summary(name)))
 
     def logs(self, request: Request) -> Response:
         """Last log lines of the processes of a run."""
         name, role = self._name(request), request.query_params.get("role", "")
         logs = self.folder.logs(name, _LOG_LINES)
         names = {log: log.rpartition("/")[2] for log in logs}
-        values = {
-            "logs": {log: lines for log, lines in logs.items() if names[log].startswith(role)},
-            "roles": sorted({re.split("[-.]", name)[0] for name in names.values()}),
-            "role": role,
-        }
-        return _page("logs.html.j2", scripts=True, **self._head(name), page="logs", **values)
+        roles = sorted({re.split("[-.]", log)[0] for log in names.values()})
+        logs = {log: lines for log, lines in logs.items() if names[log].startswith(role)}
+        return self._run_page(name, "logs", scripts=True, logs=logs, roles=roles, role=role)
 
     def reload(self, request: Request) -> Response:
         """Empty the cache, then show the experiences."""
@@ -402,8 +392,7 @@ class Studio:
             name, fields = query["config"], self.actions.read(query["config"])
         elif "run" in query:
             config = self.folder.config(self._name(request))
-            fields = Fields.of_run(config)
-            name = f"{config.name}-2"
+            fields, name = Fields.of_run(config), f"{config.name}-2"
             fields = Fields({**fields.texts, "name": name}, fields.rest)
         elif query.get("like") in files:
             fields = Fields.of_file(files[query["like"]].read_text())
@@ -437,10 +426,8 @@ class Studio:
             or not secrets.compare_digest(action_token.encode(), self._action_token.encode())
         ):
             return JSONResponse({"error": "only a page of this studio can request actions; reload the page"}, 403)
-        if (
-            headers.get("content-type") != "application/json"
-            or int(headers.get("content-length", "0")) > _MAX_REQUEST_BYTES
-        ):
+        num_bytes = int(headers.get("content-length", "0"))
+        if headers.get("content-type") != "application/json" or num_bytes > _MAX_REQUEST_BYTES:
             return JSONResponse({"error": f"the request must be JSON of at most {_MAX_REQUEST_BYTES:,} bytes"}, 400)
         try:
             body = parse_object(await request.body())
@@ -452,13 +439,7 @@ class Studio:
         action, target = str(body.get("do", "")), str(body.get("of", ""))
         if action == "form":
             checked = actions.check(fields_of(body), str(body.get("gpu", "")))
-            return {
-                "yaml": checked.yaml,
-                "problems": dict(checked.problems),
-                "warnings": checked.warnings,
-                "plan": checked.plan,
-                "memory": checked.memory,
-            }
+            return {name: getattr(checked, name) for name in ("yaml", "problems", "warnings", "plan", "memory")}
         if "fields" in body:
             path = actions.save(target, fields_of(body), replace=body.get("replace") is True)
             if action == "save":
@@ -490,15 +471,12 @@ class StudioServer:
 
         self.folder = Folder(url)
         self.token = secrets.token_urlsafe(24)
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._socket.bind((ADDRESS, port))
-            self._socket.listen()  # so that requests before `run` wait instead of being refused
+            self._socket = socket.create_server((ADDRESS, port))  # requests before `run` wait
         except OSError as error:
-            self._socket.close()
+            why = os.strerror(error.errno or 0)
             raise UserError(
-                f"cannot listen on port {port} of {ADDRESS}: {error.strerror}; --port 0 selects a free port"
+                f"cannot listen on port {port} of {ADDRESS}: {why}; --port 0 selects a free port"
             ) from error
         self.port: int = self._socket.getsockname()[1]
         self.cookie = f"rftdask-{self.port}"

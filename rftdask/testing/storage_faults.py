@@ -87,47 +87,31 @@ class FaultyStorage(Storage):
         self.url = inner.url  # opens the folder without the faults
         self.has_create_only = inner.has_create_only
 
-    @contextmanager
-    def _around(self, verb: str, path: str) -> Iterator[None]:
-        self.hook(verb, path, "before")
-        yield
-        self.hook(verb, path, "after")  # skipped if the verb raised, since nothing was done
+    @staticmethod
+    def _faulty(name: str, verb: str = "") -> Callable[..., Any]:
+        """Return the method `name`, which calls the hook with `verb` (default: the name)."""
 
-    def put(self, path: str, data: Data) -> None:
-        with self._around("put", path):
-            self.inner.put(path, data)
+        def call(self: FaultyStorage, path: str = "", *args: Any) -> Any:
+            self.hook(verb or name, path, "before")
+            result = getattr(self.inner, name)(path, *args)
+            self.hook(verb or name, path, "after")  # skipped if the verb raised, since nothing was done
+            return result
 
-    def put_new(self, path: str, data: bytes) -> bool:
-        with self._around("put_new", path):
-            return self.inner.put_new(path, data)
+        return call
 
-    def get(self, path: str) -> bytes:
-        with self._around("get", path):
-            return self.inner.get(path)
-
-    def get_part(self, path: str, start: int, stop: int) -> bytes:
-        with self._around("get", path):
-            return self.inner.get_part(path, start, stop)
-
-    def list(self, folder: str = "") -> list[str]:
-        with self._around("list", folder):
-            return self.inner.list(folder)
-
-    def remove(self, path: str) -> None:
-        with self._around("remove", path):
-            self.inner.remove(path)
-
-    def exists(self, path: str) -> bool:
-        with self._around("exists", path):
-            return self.inner.exists(path)
+    put, put_new, remove = _faulty("put"), _faulty("put_new"), _faulty("remove")
+    get, get_part = _faulty("get"), _faulty("get_part", "get")
+    list, exists = _faulty("list"), _faulty("exists")
 
     def local_file(self, path: str) -> Path | None:
         return self.inner.local_file(path)
 
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
-        with self._around("local_copy", path), self.inner.local_copy(path) as local:
+        self.hook("local_copy", path, "before")
+        with self.inner.local_copy(path) as local:
             yield local
+        self.hook("local_copy", path, "after")
 
 
 class SteppedPosix(Posix):

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -24,7 +25,7 @@ from rftdask.buffer.log.schema import sampled_spans, token_versions
 from rftdask.data.images import FOLDER as IMAGE_FOLDER
 from rftdask.data.images import data_url, file_of
 from rftdask.errors import DamagedError, DataError, NotFoundError, StorageError
-from rftdask.reports.lineage.tables import EXPERIENCE_SCHEMA, STATE_SCHEMA, RunTables
+from rftdask.reports.lineage.tables import EXPERIENCE_SCHEMA, PLACE, STATE_SCHEMA, RunTables
 from rftdask.reports.run_reader import StageReader
 from rftdask.storage import Storage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
@@ -46,11 +47,8 @@ SORTS = {
     "-response_length": "longest response first",
     "surprise": "least likely response first",
 }
-Place: TypeAlias = tuple[str, str, int]
-"""Stage, shard and row number of an experience."""
-_PLACE = ("stage", "shard", "row")
-_LIST_COLUMNS = ["stage", "shard", "row", "uid", "session", "taskset", "epoch", "task_index", "rollout"]
-_LIST_COLUMNS += ["explore_step", "status"]
+_GROUP = ["taskset", "epoch", "task_index"]
+_LIST_COLUMNS = [*PLACE, "uid", "session", *_GROUP, "rollout", "explore_step", "status"]
 _NUMBERS = ["reward", "max_policy_version", "prompt_length"]
 _TEXT_COLUMNS = ["prompt_text", "response_text", "truth", "error"]
 
@@ -195,11 +193,12 @@ class Browser:
     def show(self, stage: str, shard: str, row: int) -> Shown | None:
         """Return one experience, or None if it does not exist."""
         place = (stage, shard, row)
-        rows, states, lines = self._index
-        if place not in rows:
+        experiences, states, groups = self._index
+        if place not in experiences:
             return None
-        experience = self._experiences.take(rows[place]).to_pylist()[0]
-        group = self.rows.iloc[lines[place]]
+        experience = self._experiences.take(experiences[place]).to_pylist()[0]
+        key = "/".join(str(experience[name]) for name in _GROUP)
+        group = self.rows.iloc[groups[stage, shard, key]]
         group = group.drop_duplicates("row")  # a row has one line per ledger entry that names it
         group = group.assign(minus_mean=group["reward"] - group["reward"].mean())
 
@@ -214,28 +213,17 @@ class Browser:
             sampled += [(experience["rollout_logprobs"][n], mask[n], "", versions[n]) for n in range(begin, end)]
         spell = self._spell[stage]
         tokens = [Token(n, token, spell(token), *sampled[n]) for n, token in enumerate(ids)]
-        state_rows = self._states.take(states.get(place, [])).to_pylist()
+        state_rows = self._states.take(states.get(place, np.array([], int))).to_pylist()
         [storage] = [reader.storage for reader in self.tables.stages if reader.name == stage]
         images = [_image(storage, name) for name in experience["images"] or ()]
         return Shown(experience, tokens, state_rows, records(group), images)
 
     @cached_property
-    def _index(self) -> tuple[dict[Place, list[int]], dict[Place, list[int]], dict[Place, list[int]]]:
-        """Row numbers in `_experiences`, in `_states`, and of the whole group in `rows`, by place."""
-        rows: dict[Place, list[int]] = {}
-        states: dict[Place, list[int]] = {}
-        for table, numbers in ((self._experiences, rows), (self._states, states)):
-            for number, place in enumerate(zip(*(table[name].to_pylist() for name in _PLACE), strict=True)):
-                numbers.setdefault(place, []).append(number)
-        lines: dict[Place, list[int]] = {}
-        groups: dict[tuple[str, str, str], list[int]] = {}
-        for number, (stage, shard, row, group) in enumerate(
-            zip(*(self.rows[n] for n in (*_PLACE, "group")), strict=True)
-        ):
-            # All rows of a group share one list object, so earlier rows see later appends.
-            lines[stage, shard, row] = groups.setdefault((stage, shard, group), [])
-            groups[stage, shard, group].append(number)
-        return rows, states, lines
+    def _index(self) -> tuple[Mapping[Any, Any], Mapping[Any, Any], Mapping[Any, Any]]:
+        """Row numbers in `_experiences` and `_states` by place, and in `rows` by stage, shard and group."""
+        tables = (table.select(PLACE).to_pandas() for table in (self._experiences, self._states))
+        experiences, states = (table.groupby(PLACE).indices for table in tables)
+        return experiences, states, self.rows.groupby(["stage", "shard", "group"]).indices
 
     @cached_property
     def rows(self) -> pd.DataFrame:
@@ -243,7 +231,7 @@ class Browser:
         (mean logprob of the response), and `group`, the key of the rows of one task.
         """
         states = self._states.drop_columns(["uid"]).to_pandas().astype({"step": "Int64"})
-        return answer_rows(self._experiences).merge(states, how="left", on=["stage", "shard", "row"])
+        return answer_rows(self._experiences).merge(states, how="left", on=PLACE)
 
 
 def _image(storage: Storage, name: str) -> str:
@@ -263,7 +251,7 @@ def answer_rows(table: pa.Table) -> pd.DataFrame:
     # Tokens that were not sampled have a logprob of 0, so they do not change the sum.
     logprobs = zip(table["rollout_logprobs"].to_pandas(), frame["response_length"], strict=True)
     frame["surprise"] = [sum(values) / count if count else math.nan for values, count in logprobs]
-    groups = frame[["taskset", "epoch", "task_index"]].astype(str)
+    groups = frame[_GROUP].astype(str)
     frame["group"] = groups["taskset"] + "/" + groups["epoch"] + "/" + groups["task_index"]
     return frame
 

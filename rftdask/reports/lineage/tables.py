@@ -69,6 +69,8 @@ WEIGHTS_SCHEMA = pa.schema(
     | {"size_bytes": "int64", "content_hash": "string"}
 )
 
+PLACE = ["stage", "shard", "row"]
+"""Columns that identify an experience."""
 TABLES = ("experiences", "ledger", "steps", "checkpoints", "evals", "eval_experiences", "weights", "states")
 """Names of all tables; docs/lineage.md explains their columns."""
 
@@ -262,7 +264,6 @@ def _table(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> pa.Table:
     return pa.table(dict(zip(schema.names, columns, strict=True)), schema)
 
 
-_PLACE = ["stage", "shard", "row"]
 _POSITION = ["stage", "explore_step", "slot"]
 _GROUP = ["stage", "explore_step", "taskset", "epoch", "task_index"]
 
@@ -283,10 +284,10 @@ def row_states(
     """
     import pandas as pd  # late: half a second
 
-    lines = ledger.select([*_PLACE, "lineage", "step", "reason"]).to_pandas().astype({"step": "Int64"})
-    rows = experiences.select([*_PLACE, "uid", *_GROUP[1:], "slot"]).to_pandas()
+    lines = ledger.select([*PLACE, "lineage", "step", "reason"]).to_pandas().astype({"step": "Int64"})
+    rows = experiences.select([*PLACE, "uid", *_GROUP[1:], "slot"]).to_pandas()
     # One line per ledger entry that names the row, and one line for an unnamed row.
-    states = rows.merge(lines, how="left", on=_PLACE)
+    states = rows.merge(lines, how="left", on=PLACE)
     named = states["step"].notna()
     # The rows of a group in one shard are a copy of the group; the ledger takes rows of one copy only.
     copy = states.groupby([*_GROUP, "shard"], sort=False).ngroup()
@@ -303,7 +304,7 @@ def row_states(
     # The number and state of unreadable rows follow from the ledger and the names of the shards.
     for stage, shard, num_rows, reason in lost:
         rows = pd.DataFrame({"row": range(num_rows)}).assign(stage=stage, shard=shard, uid=None)
-        states = rows.merge(lines, how="left", on=_PLACE)
+        states = rows.merge(lines, how="left", on=PLACE)
         is_dropped = states["step"].isna() & (reason is not None)
         parts.append(states.assign(reason=states["reason"].astype(object).where(~is_dropped, reason)))
     tables = []

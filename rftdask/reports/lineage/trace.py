@@ -192,9 +192,8 @@ def _trace(tables: RunTables, stage: StageReader, uid: str, unit: pa.Table) -> T
         states_of_row = [s for s in states if (s["shard"], s["row"]) == (shard, number)]
         uses = tuple(_use(tables, stage, ledger, state) for state in states_of_row if state["step"])
         lost_to = None
-        if not any(
-            state["step"] for state in states
-        ):  # no entry names a readable copy, but another copy may have been taken
+        # If no entry names a readable copy, another copy may have been taken.
+        if not any(state["step"] for state in states):
             place = {"stage": stage.name, "explore_step": row["explore_step"], "slot": row["slot"]}
             settled = _where(tables.positions, **place).to_pylist()
             lost_to = min(((line["step"], line["lineage"]) for line in settled), default=None)

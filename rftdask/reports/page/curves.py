@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from rftdask.config import Config
 from rftdask.config.base import plain
 from rftdask.monitor.metrics import MACHINE
-from rftdask.reports.metric_table import DIRECTIONS, METRICS, explain
+from rftdask.reports.metric_table import DIRECTIONS, METRICS, Metric, explain
 from rftdask.reports.run_reader import Accuracy, StageReader
 
 MAX_POINTS = 1000
@@ -23,58 +24,25 @@ MAX_POINTS = 1000
 
 _EITHER = ("trainer", "explorer")
 """The trainer's value takes precedence, because it counts the rollouts that were trained."""
-SECTIONS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = {
-    "Does it learn?": (
-        (("eval",), "accuracy"),
-        (_EITHER, "reward"),
-        (("eval",), "eval_loss"),
-        (("trainer",), "loss"),
-        (_EITHER, "flat_groups"),
-        (_EITHER, "reward_std"),
+_MACHINE_KEYS = ("gpu_busy", "gpu_memory", "host_cpu", "host_free_gib", "cpu_cores", "process_gib")
+SECTIONS: Mapping[str, Sequence[str]] = {
+    "Does it learn?": ("eval.accuracy", "reward", "eval.eval_loss", "trainer.loss", "flat_groups", "reward_std"),
+    "Is it stable?": (
+        *("entropy", "rollout_entropy", "kl", "ppo_kl", "clip_frac"),
+        *("mismatch_kl", "grad_norm", "critic_loss", "lr"),
     ),
-    "Is it stable?": tuple(
-        (_EITHER, name)
-        for name in (
-            "entropy",
-            "rollout_entropy",
-            "kl",
-            "ppo_kl",
-            "clip_frac",
-            "mismatch_kl",
-            "grad_norm",
-            "critic_loss",
-            "lr",
-        )
-    ),
-    "What does it train on?": tuple(
-        (_EITHER, name)
-        for name in (
-            "response_length",
-            "truncated",
-            "failed",
-            "num_rows",
-            "staleness",
-            "staleness_max",
-            "dropped/total",
-            "num_turns",
-        )
+    "What does it train on?": (
+        *("response_length", "truncated", "failed", "num_rows"),
+        *("staleness", "staleness_max", "dropped/total", "num_turns"),
     ),
     "Where is the bottleneck?": (
-        (("trainer",), "step_s"),
-        (("trainer",), "wait_s"),
-        (("explorer",), "wait_s"),
-        (("trainer",), "train_s"),
-        (("explorer",), "generate_s"),
-        (("trainer",), "tokens_per_s"),
-        (("explorer",), "tokens_per_s"),
-        (("explorer",), "occupancy"),
+        *("trainer.step_s", "trainer.wait_s", "explorer.wait_s", "trainer.train_s", "explorer.generate_s"),
+        *("trainer.tokens_per_s", "explorer.tokens_per_s", "explorer.occupancy"),
     ),
-    "How busy are the machines?": tuple(
-        ((MACHINE,), name)
-        for name in ("gpu_busy", "gpu_memory", "host_cpu", "host_free_gib", "cpu_cores", "process_gib")
-    ),
+    "How busy are the machines?": tuple(f"{MACHINE}.{name}" for name in _MACHINE_KEYS),
 }
-"""Title -> (roles, metric) of each chart, in the order of the page. The first role with the metric is drawn."""
+"""Title -> "<role>.<metric>" of each chart, in the order of the page. Without a role: the first of `_EITHER` that has
+the metric."""
 REST = "Everything else"
 _IDENTITY = {"project", "group", "name", "checkpoint_root_dir", "monitor", "cluster", "log", "private"}
 """Keys of location and monitoring, which do not affect training."""
@@ -91,8 +59,10 @@ def charts_of(stages: Sequence[StageReader]) -> list[dict[str, Any]]:
             columns = rows.select_dtypes("number").dropna(axis="columns", how="all").columns
             measured |= dict.fromkeys((str(role), str(c)) for c in columns if c not in ("step", "time_s"))
     charts: dict[tuple[str, str], str] = {}
-    for section, candidates in SECTIONS.items():
-        for roles, metric in candidates:
+    for section, names in SECTIONS.items():
+        for name in names:
+            role, _, metric = name.rpartition(".")
+            roles = (role,) if role else _EITHER
             drawn = next(((role, metric) for role in roles if (role, metric) in measured), None)
             if drawn is not None:
                 charts.setdefault(drawn, section)
@@ -102,19 +72,12 @@ def charts_of(stages: Sequence[StageReader]) -> list[dict[str, Any]]:
 
 
 def _chart(role: str, metric: str, section: str) -> dict[str, Any]:
+    chart = {"key": f"{role}.{metric}", "role": role, "metric": metric, "section": section}
     explained = explain(metric)
-    return {
-        "key": f"{role}.{metric}",
-        "role": role,
-        "metric": metric,
-        "section": section,
-        "label": explained.label if explained else metric,
-        "unit": explained.unit if explained else "",
-        "direction": DIRECTIONS[explained.direction] if explained else "",
-        "formula": explained.formula if explained else "written by a workflow, a reward function or an operator",
-        "advice": explained.advice if explained else "",
-        "source": explained.source if explained else "",
-    }
+    if explained is None:
+        formula = "written by a workflow, a reward function or an operator"
+        return {**chart, **asdict(Metric(metric, formula, "", "watch", "")), "direction": ""}
+    return {**chart, **asdict(explained), "direction": DIRECTIONS[explained.direction]}
 
 
 def curves_of(stages: Sequence[StageReader]) -> list[dict[str, Any]]:

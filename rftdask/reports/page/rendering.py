@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 from rftdask.buffer.log.schema import conversation
 from rftdask.monitor.progress import duration
 from rftdask.reports.lineage.browse import LEVELS, Browser, Filter
+from rftdask.reports.lineage.tables import PLACE
 from rftdask.reports.summary import percent, shorten
 from rftdask.storage.safe_text import cell, printable
 
@@ -29,7 +30,6 @@ NO_SCRIPTS = _POLICY.format("")
 """Content security policy of a page without scripts."""
 OWN_SCRIPTS = _POLICY.format(" 'self'; script-src 'self'; connect-src 'self'")
 """Content security policy of a page that draws curves or refreshes itself."""
-_PLACE = ("stage", "shard", "row")
 
 
 def render(template: str, *, package: str = "", scripts: bool = False, **values: Any) -> str:
@@ -95,7 +95,7 @@ def _environment(package: str) -> Environment:
         link=link,
         is_report=False,
         layout="parts/run_base.html.j2",
-        place=lambda row: {name: row[name] for name in _PLACE},
+        place=lambda row: {name: row[name] for name in PLACE},
     )
     return environment
 
