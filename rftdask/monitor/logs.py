@@ -116,5 +116,4 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """Current sys.stderr."""
         return sys.stderr

@@ -221,7 +221,6 @@ class TerminalView(ProgressView):
         return self
 
     def close(self) -> None:
-        """Leave the last panel on the screen."""
         super().close()
         self._live.stop()
 

@@ -50,8 +50,6 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One rollout, as a row of a table."""
-
     task: str
     """Name of the group, for example "gsm8k/0/17"."""
     rollout: int
@@ -125,7 +123,6 @@ class TensorBoardTracker(Tracker):
         self._add(role, step, values, time_s)
 
     def log_rollouts(self, step: int, rollouts: Sequence[RolloutRow]) -> None:
-        """Write a table in the tab of texts."""
         text = self._tensor(dtype=self._text, string_val=[markdown_table(step, rollouts).encode()])
         self._add("explorer", step, [self._summary.Value(tag="rollouts", metadata=self._about_text, tensor=text)], None)
 
@@ -217,7 +214,6 @@ class _WandbStyleTracker(Tracker):
         self._run.log({f"{role}/{key}": value for key, value in metrics.items()}, step=step)
 
     def log_rollouts(self, step: int, rollouts: Sequence[RolloutRow]) -> None:
-        """Log one table per step."""
         self._run.log({"rollouts": self._table(step, rollouts)}, step=step)
 
     def close(self) -> None:
@@ -308,7 +304,6 @@ def _plain(name: str) -> str:
 
 
 def table_rows(step: int, rollouts: Sequence[RolloutRow]) -> list[list[Any]]:
-    """Return rows with the columns `COLUMNS`."""
     return [[step, *astuple(rollout)] for rollout in rollouts]
 
 

@@ -42,7 +42,6 @@ class Chart:
 
     @property
     def title(self) -> str:
-        """Label and unit of the metric."""
         return f"{METRICS[self.metric].label} ({METRICS[self.metric].unit})"
 
 

@@ -20,8 +20,6 @@ Direction = Literal["up", "down", "watch"]
 
 @dataclass(frozen=True)
 class Metric:
-    """Explanation of one metric."""
-
     label: str
     formula: str
     unit: str

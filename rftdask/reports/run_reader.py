@@ -74,7 +74,6 @@ class StageReader:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Ledger of the stage's current lineage."""
         return Ledger(self.storage, lineage_of(self.storage))
 
     @cached_property

@@ -20,8 +20,6 @@ from rftdask.synchronizer.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, 
 
 @dataclass(frozen=True)
 class StageStatus:
-    """Status of one stage of a run."""
-
     name: str
     folder: str
     mode: str
@@ -84,7 +82,6 @@ def read_status(url: str) -> list[StageStatus]:
 
 
 def stage_status(stage: StageReader) -> StageStatus:
-    """Read the status of one stage."""
     storage, config = stage.storage, stage.config
     status = partial(
         StageStatus, stage.name, folder=storage.url, mode=config.mode, algorithm=config.algorithm.algorithm_type
@@ -119,8 +116,6 @@ def stage_status(stage: StageReader) -> StageStatus:
 
 @dataclass(frozen=True)
 class RunLine:
-    """Status of a run in one line of a list."""
-
     name: str
     """Path below the folder of runs."""
     state: str

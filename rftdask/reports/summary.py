@@ -134,7 +134,6 @@ class RunSummary:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Number of dropped experiences by reason."""
         return {name: count for name, count in self.counts.items() if name not in ("committed", "trained", "waiting")}
 
     @property

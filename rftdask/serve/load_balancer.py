@@ -46,8 +46,6 @@ class NoEngineError(RuntimeError):
 
 @dataclass(eq=False)
 class _Slot:
-    """An engine and its load."""
-
     engine: AskedEngine
     queue: RequestQueue
     num_taken: int = 0
@@ -85,7 +83,6 @@ class LoadBalancer(RequestQueue):
         """Running mean duration of calls, weighted toward the newest."""
 
     def add(self, engine: AskedEngine) -> None:
-        """Start sending requests to an engine."""
         queue = StreamingQueue(Streaming(engine.submit, _TIMEOUT_S, str(engine)))
         self._slots.append(_Slot(engine, queue))
 
@@ -98,7 +95,6 @@ class LoadBalancer(RequestQueue):
 
     @property
     def engines(self) -> list[AskedEngine]:
-        """Engines that take requests."""
         return [slot.engine for slot in self._slots if not slot.is_lost]
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:

@@ -34,8 +34,6 @@ _TAIL_BYTES = 20_000
 
 @dataclass(frozen=True)
 class Started:
-    """A command started by this studio."""
-
     action: str
     """start, submit, dry-run, check, stop or continue."""
     target: str

@@ -65,7 +65,6 @@ class Folder:
         return self._cached(("runs",), self._find_runs)
 
     def url_of(self, name: str) -> str:
-        """URL of a run."""
         if name not in self.runs():
             raise DataError(f"{self.url} has no run {name!r:.200}")
         return self.url if name == HERE else f"{self.url.rstrip('/')}/{name}"
@@ -172,7 +171,6 @@ class Folder:
         return self._of_run("browser", name, lambda url: Browser(url, evals=evals), evals)
 
     def clear(self) -> None:
-        """Empty the cache."""
         with self._lock:
             self._cache.clear()
 

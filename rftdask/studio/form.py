@@ -253,8 +253,6 @@ def _tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Checked:
-    """Result of checking a form."""
-
     yaml: str
     problems: Mapping[str, str]
     """Problems by key; "" for the form as a whole."""

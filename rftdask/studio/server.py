@@ -129,7 +129,6 @@ class Studio:
         """Proves that a request for an action comes from a page of this studio."""
 
     def app(self, token: str, cookie: str) -> Starlette:
-        """Return the ASGI application."""
         pages = {
             "/": self.runs,
             "/run": self.run,
@@ -303,7 +302,6 @@ class Studio:
         return bool(len(self.folder.browser(name, evals=True).rows))
 
     def experiences(self, request: Request) -> Response:
-        """List of experiences."""
         name, query = self._name(request), request.query_params
         browser, wanted = self.folder.browser(name), Filter.from_query(query)
         menus = {key: browser.choices(key) for key in ("stage", "status")}
@@ -313,7 +311,6 @@ class Studio:
         return self._run_page(name, "experiences", **values)
 
     def experience(self, request: Request) -> Response:
-        """One experience with its tokens."""
         name, query = self._name(request), request.query_params
         evals = query.get("evals", "") == "yes"
         browser, rows = self.folder.browser(name, evals=evals), numbers_in([query.get("row", "")])

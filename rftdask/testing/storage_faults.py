@@ -140,7 +140,6 @@ class SteppedPosix(Posix):
         super().write(descriptor, data[half:])
 
     def sync(self, descriptor: int) -> None:
-        """Sync after a step."""
         self.step("sync", self._paths[descriptor])
         super().sync(descriptor)
 

@@ -34,8 +34,6 @@ _MOST_TEXT = 2000
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of the policy."""
-
     version: int
     taskset: str
     accuracy: float | None
@@ -96,7 +94,6 @@ class Trace:
     """Changes of rewards, workflows, tasksets and models that a user accepted during the run."""
 
     def render(self) -> str:
-        """Format the trace for a terminal."""
         lines = [f"{self.uid}  (stage {self.stage})"]
         for copy in self.copies:
             lines.append("")
@@ -170,7 +167,6 @@ def _parse(uid: str) -> tuple[str, list[int]]:
 
 
 def _where(table: pa.Table, **values: object) -> pa.Table:
-    """Filter the rows with these column values."""
     for name, value in values.items():
         table = table.filter(pc.equal(table[name], value))
     return table

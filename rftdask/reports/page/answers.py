@@ -35,8 +35,6 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One task and the rewards of its answers."""
-
     stage: str
     taskset: str
     task_index: int

@@ -14,7 +14,6 @@ from rftdask.testing.conformance.cases import Batch, Case, advantages_of, loss_o
 
 
 def cases() -> list[Case]:
-    """Cases that need no installed peer."""
     bounds = {"sequence": 0.04, "batch": 0.3}
     return [
         Case(
@@ -78,7 +77,6 @@ def dynamic_sampling(batch: Batch) -> Tensor:
 
 
 def kept_by_operator(batch: Batch) -> Tensor:
-    """Our operator's."""
     operator = make_part("operator", "dapo_dynamic_sampling", {"metric_key": "reward"})
     kept_N: Tensor = operator(ExperienceTable(solved(batch), batch.groups))[0].keep_N
     return kept_N.double()

@@ -21,8 +21,6 @@ TOLERANCE_32 = 1e-6
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the result table."""
-
     peer: str
     version: str
     what: str
@@ -86,7 +84,6 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def failures(rows: list[Row]) -> list[Row]:
-    """Rows that are not as documented."""
     return [row for row in rows if row.status == "FAILED"]
 
 

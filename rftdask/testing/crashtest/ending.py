@@ -162,7 +162,6 @@ class _NoFolder(FaultyStorage):
     """Storage without local files, such as a simulated disk."""
 
     def local_file(self, path: str) -> None:
-        """None: there are no local files."""
         return None
 
 

@@ -79,11 +79,9 @@ class CrashReport:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON for the result file."""
         return {**asdict(self), "failures": self.failures}
 
     def render(self) -> str:
-        """The table, then the failures."""
         lines = [f"crash test, seed {self.seed}"]
         if self.parts:
             rows = [["part", *_COUNTS.values(), "s", "what was tried"]]
