@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_COLUMNS = 14
 """Columns of a table over steps; with more steps, a column covers several."""
+_MAX_DISTRIBUTION_COLUMNS = 40
 MAX_BINS = 16
 _MAX_VALUES = 8
 """Up to this many distinct values each have their own row."""
@@ -183,10 +184,10 @@ class Distribution:
     stage: str
     columns: Sequence[tuple[int, int]]
     """(first, last) explore step of each column."""
-    bins: Sequence[str]
-    """Label of each row, the highest values first."""
     counts: Sequence[Sequence[int]]
     """[columns][bins] numbers of `of`."""
+    bins: Sequence[str]
+    """Label of each row, the highest values first."""
     of: str = "rollouts"
 
     @cached_property
@@ -195,13 +196,20 @@ class Distribution:
         return [[count / max(1, sum(column)) for count in column] for column in self.counts]
 
 
-def distribution(rows: pd.DataFrame, column: str, label: str, stage: str, max_columns: int = 40) -> Distribution | None:
+def _count(steps: np.ndarray[Any, Any], bins: np.ndarray[Any, Any], num_bins: int) -> tuple[list[Any], list[list[int]]]:
+    """Return the columns of a distribution, and the numbers of values in each column and bin."""
+    columns = step_bins(steps, _MAX_DISTRIBUTION_COLUMNS)
+    counts = np.zeros((len(columns), num_bins), dtype=int)
+    np.add.at(counts, (np.searchsorted([last for _, last in columns], steps), bins), 1)
+    return columns, counts.tolist()
+
+
+def distribution(rows: pd.DataFrame, column: str, label: str, stage: str) -> Distribution | None:
     """Return the distribution of a column by explore step, or None if it has no values."""
     rows = rows[rows["stage"] == stage].drop_duplicates(["shard", "row"]).dropna(subset=[column])
     if not len(rows):
         return None
     steps, values = rows["explore_step"].to_numpy(), rows[column].to_numpy(dtype=float)
-    columns = step_bins(steps, max_columns)
     distinct = np.unique(values)
     if len(distinct) <= _MAX_VALUES:
         edges = np.append(distinct, np.inf)
@@ -212,16 +220,14 @@ def distribution(rows: pd.DataFrame, column: str, label: str, stage: str, max_co
             edges = np.unique(np.round(edges))
         names = [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
         edges[-1] = np.inf  # the last bin includes the largest value
-    place = np.searchsorted([last for _, last in columns], steps)
-    counts = np.zeros((len(columns), len(names)), dtype=int)
-    np.add.at(counts, (place, np.searchsorted(edges, values, side="right") - 1), 1)
-    return Distribution(label, stage, columns, names[::-1], counts[:, ::-1].tolist())
+    highest_first = len(names) - np.searchsorted(edges, values, side="right")
+    return Distribution(label, stage, *_count(steps, highest_first, len(names)), bins=names[::-1])
 
 
 _OUTCOMES = ("all pass: no signal", "rewards differ: learning signal", "all equal: no signal")
 
 
-def group_outcomes(rows: pd.DataFrame, stage: str, max_columns: int = 40) -> Distribution | None:
+def group_outcomes(rows: pd.DataFrame, stage: str) -> Distribution | None:
     """Return the numbers of groups with and without a learning signal by explore step, or None if no group has two
     rewards. If all rewards of a group are equal, its advantages are 0.
     """
@@ -230,9 +236,7 @@ def group_outcomes(rows: pd.DataFrame, stage: str, max_columns: int = 40) -> Dis
     groups = groups[groups["size"] > 1].reset_index()
     if not len(groups):
         return None
-    columns = step_bins(groups["explore_step"].to_numpy(), max_columns)
-    place = np.searchsorted([last for _, last in columns], groups["explore_step"].to_numpy())
     is_flat, passes = groups["min"] == groups["max"], groups["min"] >= 1
-    counts = np.zeros((len(columns), len(_OUTCOMES)), dtype=int)
-    np.add.at(counts, (place, np.where(~is_flat, 1, np.where(passes, 0, 2))), 1)
-    return Distribution("Learning signal of groups", stage, columns, _OUTCOMES, counts.tolist(), "groups")
+    outcomes = np.where(~is_flat, 1, np.where(passes, 0, 2))
+    counted = _count(groups["explore_step"].to_numpy(), outcomes, len(_OUTCOMES))
+    return Distribution("Learning signal of groups", stage, *counted, _OUTCOMES, "groups")

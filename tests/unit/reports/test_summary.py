@@ -1,5 +1,6 @@
 """Summary. Promise: it shows the result, its standard error and the changes in any terminal."""
 
+import io
 import re
 import sys
 from dataclasses import replace
@@ -46,6 +47,12 @@ SUMMARY = RunSummary(
 )
 
 
+def drawn(width: int) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(render_summary(SUMMARY))
+    return console.export_text()
+
+
 def test_without_tasks_the_result_is_the_held_out_loss() -> None:
     stages = (StageSummary("warmup", "train", "sft", 10, 300, eval_losses=(2.5, 0.25)),)
     summary = replace(SUMMARY, stages=stages, accuracy_before=None, accuracy_after=None)
@@ -53,14 +60,9 @@ def test_without_tasks_the_result_is_the_held_out_loss() -> None:
 
 
 def test_the_terminal_summary_has_result_and_next_commands():
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(render_summary(SUMMARY))
-    console.file.close()
-    text = console.export_text()
-    assert (
-        "countdown finished after 1:12:01\naccuracy 10.0% -> 80.0% (+70.0 points, 40 and 80 answers, seed 7 only)"
-        in text
-    )
+    text = drawn(100)
+    result = "accuracy 10.0% -> 80.0% (+70.0 points, 40 and 80 answers, seed 7 only)"
+    assert f"countdown finished after 1:12:01\n{result}" in text
     assert re.search(r"rl +both +grpo +50 +1:07:01 +30.0% +80.0%", text)
     assert "task 4 <script>" in text and "task 5" not in text  # five of seven
     assert "1,280 committed = 1,200 trained, 50 dropped (too stale), 14 dropped" in text
@@ -104,10 +106,7 @@ def test_the_result_has_its_standard_error():
 
 
 def test_changes_fit_into_80_columns():
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(render_summary(SUMMARY))
-    console.file.close()
-    lines = console.export_text().splitlines()
+    lines = drawn(80).splitlines()
     assert any(re.fullmatch(r" Reward +0.25 +0.75 +0.05 *", line) for line in lines)
     assert not any("Loss" in line for line in lines), "only the last stage is shown"
     assert any(re.search(r"\btask +truth +before +after", line) for line in lines)

@@ -95,239 +95,221 @@ class Case:
         return [row for name in log.shards() for row in log.read(name).to_pylist()]
 
 
-def run(check: Callable[[Case], Awaitable[None]], **options: Any) -> None:
-    async def all_of_it() -> None:
-        case = Case(**options)
-        async with case.http:
-            await check(case)
+def served(**options: Any) -> Callable[[Callable[[Case], Awaitable[None]]], Callable[[], None]]:
+    """Decorate a test that gets a server with these options, and run it in an event loop."""
 
-    asyncio.run(all_of_it())
+    def decorate(check: Callable[[Case], Awaitable[None]]) -> Callable[[], None]:
+        async def with_server() -> None:
+            case = Case(**options)
+            async with case.http:
+                await check(case)
 
+        return lambda: asyncio.run(with_server())
 
-def test_session_is_one_conversation_however_it_is_named() -> None:
-    async def check(case: Case) -> None:
-        opened = (await case.http.post("/sessions", json={}, headers={"Authorization": "Bearer token"})).json()
-        named = {
-            "header": case.client(default_headers={"X-Session-ID": "header"}),
-            "path": case.client("/sessions/path/v1"),
-            opened["session_id"]: case.client(key=opened["api_key"]),
-        }
-        for client in named.values():
-            message = await case.ask(client)
-            more = [*ASKED, message, {"role": "user", "content": "and?"}]
-            await case.ask(client, more)
-        await case.ask(case.client(), ASKED, extra_body={"session_id": "body"})
-        assert (await case.feedback(session_id="body", reward=0))[0] == 200
-        for session, reward in zip(named, (0.5, 1, -1), strict=True):
-            status, reply = await case.feedback(session_id=session, reward=reward)
-            assert (status, reply["num_rows"], reply["policy_versions"]) == (200, 1, [7, 7])
-        rows = await case.rows()
-        assert [row["reward"] for row in rows] == [0.0, 0.5, 1.0, -1.0]
-        assert [row["session"] for row in rows] == ["body", *named]
-        assert [len(row["turns"] or [1]) for row in rows] == [1, 2, 2, 2]
-        assert rows[1]["response_text"] == "1<user>and?<assistant>2" and rows[1]["weights_hash"] == "hash7"
-
-    run(check)
+    return decorate
 
 
-def test_stream_names_its_session_and_is_recorded_once() -> None:
-    async def check(case: Case) -> None:
-        case.queue.goes_on.clear()
-        body = {"model": "policy", "messages": ASKED, "stream": True}
-        headers = {"Authorization": "Bearer token"}
-        asking = asyncio.create_task(case.http.post("/v1/chat/completions", json=body, headers=headers))
-        while not case.server._sessions:
-            await asyncio.sleep(0)
-        [session] = case.server._sessions
-        assert (await case.feedback(session_id=session, reward=1))[0] == 409, "it is being answered"
-        case.queue.goes_on.set()
-        answer = await asking
-        assert answer.headers["X-Session-ID"] == session and answer.text.endswith("data: [DONE]\n\n")
-        reply = [json.loads(line[6:])["choices"][0] for line in answer.text.split("\n\n")[:-2]]
-        assert "".join(each["delta"].get("content") or "" for each in reply) == "1"
-        assert (await case.feedback(session_id=session, reward=1))[0] == 200
-        assert [row["response_text"] for row in await case.rows()] == ["1"]
-
-    run(check)
-
-
-def test_sessions_of_a_task_are_siblings() -> None:
-    async def check(case: Case) -> None:
-        for number in range(4):
-            task = {"X-Task-ID": f"task {number % 2}"} if number < 2 else {}
-            await case.ask(case.client(f"/sessions/s{number}/v1", default_headers=task))
-            later = {} if number < 2 else {"task_id": f"task {number % 2}"}
-            assert (await case.feedback(session_id=f"s{number}", reward=number, **later))[0] == 200
-        rows = await case.rows()
-        assert [(row["task_index"], row["rollout"], row["reward"]) for row in rows] == [
-            (0, 0, 0.0),
-            (0, 1, 2.0),
-            (1, 0, 1.0),
-            (1, 1, 3.0),
-        ]
-
-    run(check)
+@served()
+async def test_session_is_one_conversation_however_it_is_named(case: Case) -> None:
+    opened = (await case.http.post("/sessions", json={}, headers={"Authorization": "Bearer token"})).json()
+    named = {
+        "header": case.client(default_headers={"X-Session-ID": "header"}),
+        "path": case.client("/sessions/path/v1"),
+        opened["session_id"]: case.client(key=opened["api_key"]),
+    }
+    for client in named.values():
+        message = await case.ask(client)
+        more = [*ASKED, message, {"role": "user", "content": "and?"}]
+        await case.ask(client, more)
+    await case.ask(case.client(), ASKED, extra_body={"session_id": "body"})
+    assert (await case.feedback(session_id="body", reward=0))[0] == 200
+    for session, reward in zip(named, (0.5, 1, -1), strict=True):
+        status, reply = await case.feedback(session_id=session, reward=reward)
+        assert (status, reply["num_rows"], reply["policy_versions"]) == (200, 1, [7, 7])
+    rows = await case.rows()
+    assert [row["reward"] for row in rows] == [0.0, 0.5, 1.0, -1.0]
+    assert [row["session"] for row in rows] == ["body", *named]
+    assert [len(row["turns"] or [1]) for row in rows] == [1, 2, 2, 2]
+    assert rows[1]["response_text"] == "1<user>and?<assistant>2" and rows[1]["weights_hash"] == "hash7"
 
 
-def test_key_opens_only_its_session() -> None:
-    async def check(case: Case) -> None:
-        own = case.server.key_of("mine")
-        for path, key in (
-            ("/v1", "wrong"),
-            ("/v1", ""),
-            ("/v1", "mine.wrong"),
-            ("/sessions/yours/v1", own),
-            ("/v1", own.replace("mine", "yours")),
-        ):
-            status = (await case.http.post(f"{path}/chat/completions", headers={"X-Api-Key": key}, json={})).status_code
-            assert status == 401, (path, key)
-        assert (await case.feedback("wrong", session_id="mine", reward=1))[0] == 401
-        assert (await case.feedback(own, session_id="yours", reward=1))[0] == 403
-        assert (await case.http.post("/sessions", headers={"X-Api-Key": own}, json={})).status_code == 401
-        await case.ask(case.client(key=own))
-        assert (await case.feedback(own, reward=1))[0] == 200
-        assert case.queue.num_asked == 1
-
-    run(check)
+@served()
+async def test_stream_names_its_session_and_is_recorded_once(case: Case) -> None:
+    case.queue.goes_on.clear()
+    body = {"model": "policy", "messages": ASKED, "stream": True}
+    headers = {"Authorization": "Bearer token"}
+    asking = asyncio.create_task(case.http.post("/v1/chat/completions", json=body, headers=headers))
+    while not case.server._sessions:
+        await asyncio.sleep(0)
+    [session] = case.server._sessions
+    assert (await case.feedback(session_id=session, reward=1))[0] == 409, "it is being answered"
+    case.queue.goes_on.set()
+    answer = await asking
+    assert answer.headers["X-Session-ID"] == session and answer.text.endswith("data: [DONE]\n\n")
+    reply = [json.loads(line[6:])["choices"][0] for line in answer.text.split("\n\n")[:-2]]
+    assert "".join(each["delta"].get("content") or "" for each in reply) == "1"
+    assert (await case.feedback(session_id=session, reward=1))[0] == 200
+    assert [row["response_text"] for row in await case.rows()] == ["1"]
 
 
-def test_reward_ends_a_session() -> None:
-    async def check(case: Case) -> None:
-        client = case.client("/sessions/s/v1", max_retries=0)
-        assert (await case.feedback(session_id="s", reward=1))[0] == 404
+@served()
+async def test_sessions_of_a_task_are_siblings(case: Case) -> None:
+    for number in range(4):
+        task = {"X-Task-ID": f"task {number % 2}"} if number < 2 else {}
+        await case.ask(case.client(f"/sessions/s{number}/v1", default_headers=task))
+        later = {} if number < 2 else {"task_id": f"task {number % 2}"}
+        assert (await case.feedback(session_id=f"s{number}", reward=number, **later))[0] == 200
+    rows = await case.rows()
+    assert [(row["task_index"], row["rollout"], row["reward"]) for row in rows] == [
+        (0, 0, 0.0),
+        (0, 1, 2.0),
+        (1, 0, 1.0),
+        (1, 1, 3.0),
+    ]
+
+
+@served()
+async def test_key_opens_only_its_session(case: Case) -> None:
+    own = case.server.key_of("mine")
+    for path, key in (
+        ("/v1", "wrong"),
+        ("/v1", ""),
+        ("/v1", "mine.wrong"),
+        ("/sessions/yours/v1", own),
+        ("/v1", own.replace("mine", "yours")),
+    ):
+        status = (await case.http.post(f"{path}/chat/completions", headers={"X-Api-Key": key}, json={})).status_code
+        assert status == 401, (path, key)
+    assert (await case.feedback("wrong", session_id="mine", reward=1))[0] == 401
+    assert (await case.feedback(own, session_id="yours", reward=1))[0] == 403
+    assert (await case.http.post("/sessions", headers={"X-Api-Key": own}, json={})).status_code == 401
+    await case.ask(case.client(key=own))
+    assert (await case.feedback(own, reward=1))[0] == 200
+    assert case.queue.num_asked == 1
+
+
+@served()
+async def test_reward_ends_a_session(case: Case) -> None:
+    client = case.client("/sessions/s/v1", max_retries=0)
+    assert (await case.feedback(session_id="s", reward=1))[0] == 404
+    await case.ask(client)
+    for wrong in ("1", None, True):
+        assert (await case.feedback(session_id="s", reward=wrong))[0] == 400
+    assert (await case.feedback(session_id="s", reward=1, metrics={"a": "b"}))[0] == 400
+    assert (await case.feedback(session_id="s", reward=1, metrics={"steps": 3}))[0] == 200
+    # A repeated reward is accepted, a changed one is not.
+    assert (await case.feedback(session_id="s", reward=1))[0] == 200
+    assert (await case.feedback(session_id="s", reward=2))[0] == 409
+    with pytest.raises(openai.ConflictError, match="already has its reward"):
         await case.ask(client)
-        for wrong in ("1", None, True):
-            assert (await case.feedback(session_id="s", reward=wrong))[0] == 400
-        assert (await case.feedback(session_id="s", reward=1, metrics={"a": "b"}))[0] == 400
-        assert (await case.feedback(session_id="s", reward=1, metrics={"steps": 3}))[0] == 200
-        # A repeated reward is accepted, a changed one is not.
-        assert (await case.feedback(session_id="s", reward=1))[0] == 200
-        assert (await case.feedback(session_id="s", reward=2))[0] == 409
-        with pytest.raises(openai.ConflictError, match="already has its reward"):
-            await case.ask(client)
-        [row] = await case.rows()
-        assert row["reward"] == 1.0 and dict(row["metrics"])["steps"] == 3.0
-        assert (await case.feedback(session_id="s", reward=1))[0] == 200
-
-    run(check)
+    [row] = await case.rows()
+    assert row["reward"] == 1.0 and dict(row["metrics"])["steps"] == 3.0
+    assert (await case.feedback(session_id="s", reward=1))[0] == 200
 
 
-def test_reward_by_answer_ids_joins_sessions() -> None:
+@served()
+async def test_reward_by_answer_ids_joins_sessions(case: Case) -> None:
     """The form of Trinity-RFT's client: rewards by answer ids, without session names."""
-
-    async def check(case: Case) -> None:
-        create = case.client().chat.completions.create
-        first = await create(model="policy", messages=ASKED)
-        # A session of two calls, and sessions of one call.
-        named = case.client(default_headers={"X-Session-ID": "named"}).chat.completions.create
-        one = await named(model="policy", messages=ASKED)
-        more = [*ASKED, one.choices[0].message, {"role": "user", "content": "and?"}]
-        two = await named(model="policy", messages=more)
-        alone = await create(model="policy", messages=ASKED)
-        names = [two.id, first.id, one.id]
-        status, reply = await case.feedback(msg_ids=names, reward=0.5, task_id="t", run_id=3)
-        assert (status, reply["status"], reply["session_id"], reply["num_rows"]) == (200, "success", "named", 2)
-        assert (await case.feedback(msg_ids=names, reward=0.5, task_id="t"))[0] == 200, "the answer was lost"
-        assert (await case.feedback(msg_ids=names, reward=1.0))[0] == 409
-        for wrong in ([], "a", [alone.id, "nobody"], [3]):
-            status, reply = await case.feedback(msg_ids=wrong, reward=1)
-            assert (status, reply["error"]["param"]) == (404 if "nobody" in wrong else 400, "msg_ids")
-        key = case.server.key_of("named")
-        assert (await case.feedback(key=key, msg_ids=[alone.id], reward=1))[0] == 403
-        assert await case.rows() == [], "it waits for others of its task"
-        for token, code in (("no", 401), (key, 401), ("token", 200)):
-            answer = await case.http.post("/commit", headers={"Authorization": f"Bearer {token}"})
-            assert answer.status_code == code
-        assert answer.json() == {"status": "success", "num_groups": 1}
-        rows = await case.rows()
-        assert [(row["uid"], row["reward"]) for row in rows] == [("served/0/0/0/0", 0.5), ("served/0/0/0/1", 0.5)]
-        assert [[turn["number"] for turn in row["turns"]] for row in rows] == [[0, 1], [2]]
-        assert [row["session"] == "named" for row in rows] == [True, False] and rows[1]["session"]
-
-    run(check)
+    create = case.client().chat.completions.create
+    first = await create(model="policy", messages=ASKED)
+    # A session of two calls, and sessions of one call.
+    named = case.client(default_headers={"X-Session-ID": "named"}).chat.completions.create
+    one = await named(model="policy", messages=ASKED)
+    more = [*ASKED, one.choices[0].message, {"role": "user", "content": "and?"}]
+    two = await named(model="policy", messages=more)
+    alone = await create(model="policy", messages=ASKED)
+    names = [two.id, first.id, one.id]
+    status, reply = await case.feedback(msg_ids=names, reward=0.5, task_id="t", run_id=3)
+    assert (status, reply["status"], reply["session_id"], reply["num_rows"]) == (200, "success", "named", 2)
+    assert (await case.feedback(msg_ids=names, reward=0.5, task_id="t"))[0] == 200, "the answer was lost"
+    assert (await case.feedback(msg_ids=names, reward=1.0))[0] == 409
+    for wrong in ([], "a", [alone.id, "nobody"], [3]):
+        status, reply = await case.feedback(msg_ids=wrong, reward=1)
+        assert (status, reply["error"]["param"]) == (404 if "nobody" in wrong else 400, "msg_ids")
+    key = case.server.key_of("named")
+    assert (await case.feedback(key=key, msg_ids=[alone.id], reward=1))[0] == 403
+    assert await case.rows() == [], "it waits for others of its task"
+    for token, code in (("no", 401), (key, 401), ("token", 200)):
+        answer = await case.http.post("/commit", headers={"Authorization": f"Bearer {token}"})
+        assert answer.status_code == code
+    assert answer.json() == {"status": "success", "num_groups": 1}
+    rows = await case.rows()
+    assert [(row["uid"], row["reward"]) for row in rows] == [("served/0/0/0/0", 0.5), ("served/0/0/0/1", 0.5)]
+    assert [[turn["number"] for turn in row["turns"]] for row in rows] == [[0, 1], [2]]
+    assert [row["session"] == "named" for row in rows] == [True, False] and rows[1]["session"]
 
 
-def test_token_count_has_no_answer_id() -> None:
-    async def check(case: Case) -> None:
-        body = {"model": "policy", "max_tokens": 5, "messages": ASKED}
-        headers = {"Authorization": "Bearer token"}
-        answer = await case.http.post("/v1/messages/count_tokens", json=body, headers=headers)
-        assert answer.status_code == 200, answer.text
-        assert answer.json().keys() == {"input_tokens"}
-
-    run(check)
+@served()
+async def test_token_count_has_no_answer_id(case: Case) -> None:
+    body = {"model": "policy", "max_tokens": 5, "messages": ASKED}
+    headers = {"Authorization": "Bearer token"}
+    answer = await case.http.post("/v1/messages/count_tokens", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.json().keys() == {"input_tokens"}
 
 
-def test_requests_over_the_limit_get_429() -> None:
-    async def check(case: Case) -> None:
-        case.queue.goes_on.clear()
-        first = asyncio.create_task(case.ask(case.client("/sessions/a/v1")))
-        while not case.queue.num_asked:
-            await asyncio.sleep(0)
-        with pytest.raises(openai.RateLimitError) as error:
-            await case.ask(case.client("/sessions/b/v1", max_retries=0))
-        assert error.value.response.headers["retry-after"] == "1"
-        assert (await case.feedback(session_id="a", reward=1))[0] == 409, "it is still being answered"
-        # openai's client retries.
-        second = asyncio.create_task(case.ask(case.client("/sessions/b/v1", max_retries=5)))
-        await asyncio.sleep(0.05)
-        case.queue.goes_on.set()
-        assert [(await first).content, (await second).content] == ["1", "2"]
-
-    run(check, max_concurrent=1)
+@served(max_concurrent=1)
+async def test_requests_over_the_limit_get_429(case: Case) -> None:
+    case.queue.goes_on.clear()
+    first = asyncio.create_task(case.ask(case.client("/sessions/a/v1")))
+    while not case.queue.num_asked:
+        await asyncio.sleep(0)
+    with pytest.raises(openai.RateLimitError) as error:
+        await case.ask(case.client("/sessions/b/v1", max_retries=0))
+    assert error.value.response.headers["retry-after"] == "1"
+    assert (await case.feedback(session_id="a", reward=1))[0] == 409, "it is still being answered"
+    # openai's client retries.
+    second = asyncio.create_task(case.ask(case.client("/sessions/b/v1", max_retries=5)))
+    await asyncio.sleep(0.05)
+    case.queue.goes_on.set()
+    assert [(await first).content, (await second).content] == ["1", "2"]
 
 
-def test_retry_after_a_lost_reply_returns_the_same_answer() -> None:
-    async def check(case: Case) -> None:
-        client = case.client("/sessions/s/v1")
-        again = {"x-stainless-retry-count": "1"}
-        said = [(await case.ask(client, extra_headers=headers)).content for headers in ({}, again, {}, again)]
-        # Without the retry header it is a new call.
-        assert said == ["1", "1", "2", "2"] and case.queue.num_asked == 2
-
-    run(check)
+@served()
+async def test_retry_after_a_lost_reply_returns_the_same_answer(case: Case) -> None:
+    client = case.client("/sessions/s/v1")
+    again = {"x-stainless-retry-count": "1"}
+    said = [(await case.ask(client, extra_headers=headers)).content for headers in ({}, again, {}, again)]
+    # Without the retry header it is a new call.
+    assert said == ["1", "1", "2", "2"] and case.queue.num_asked == 2
 
 
-def test_idle_session_is_forgotten() -> None:
-    async def check(case: Case) -> None:
-        await case.ask(case.client("/sessions/s/v1"))
-        await case.server.commit_groups()
-        assert (await case.feedback(session_id="s", reward=1))[0] == 404
-
-    run(check, session_idle_s=-1)
+@served(session_idle_s=-1)
+async def test_idle_session_is_forgotten(case: Case) -> None:
+    await case.ask(case.client("/sessions/s/v1"))
+    await case.server.commit_groups()
+    assert (await case.feedback(session_id="s", reward=1))[0] == 404
 
 
-def test_lack_of_engine_memory_is_429_and_records_nothing() -> None:
-    async def check(case: Case) -> None:
-        served = case.server._served
-        engine = TalkingEngine(60)
-        balancer = LoadBalancer()
-        balancer.add(engine)
-        case.server._served = replace(served, queue=balancer)
-        one, two = (case.client(f"/sessions/{name}/v1", max_retries=0) for name in ("one", "two"))
-        engine.is_held = True
-        first = asyncio.create_task(case.ask(one))
-        await engine.until_asked(1)
-        with pytest.raises(openai.RateLimitError, match="try again later") as raised:
-            await case.ask(two, n=2)
-        assert raised.value.response.headers["Retry-After"] == "1"
-        engine.let_go()
-        await first
-        # The second of two choices finds no memory, so neither is recorded.
-        engine.is_held = True
-        with pytest.raises(openai.RateLimitError):
-            await case.ask(two, n=2)
-        engine.let_go()
-        await case.ask(two)
-        status, reply = await case.feedback(session_id="two", reward=1)
-        assert (status, reply["num_rows"]) == (200, 1)
-        # A server without engines also asks clients to retry.
-        engine.is_lost = True
-        with pytest.raises(openai.InternalServerError, match="no engine is available") as down:
-            await case.ask(one)
-        assert (down.value.status_code, down.value.response.headers["Retry-After"]) == (503, "1")
-
-    run(check)
+@served()
+async def test_lack_of_engine_memory_is_429_and_records_nothing(case: Case) -> None:
+    served = case.server._served
+    engine = TalkingEngine(60)
+    balancer = LoadBalancer()
+    balancer.add(engine)
+    case.server._served = replace(served, queue=balancer)
+    one, two = (case.client(f"/sessions/{name}/v1", max_retries=0) for name in ("one", "two"))
+    engine.is_held = True
+    first = asyncio.create_task(case.ask(one))
+    await engine.until_asked(1)
+    with pytest.raises(openai.RateLimitError, match="try again later") as raised:
+        await case.ask(two, n=2)
+    assert raised.value.response.headers["Retry-After"] == "1"
+    engine.let_go()
+    await first
+    # The second of two choices finds no memory, so neither is recorded.
+    engine.is_held = True
+    with pytest.raises(openai.RateLimitError):
+        await case.ask(two, n=2)
+    engine.let_go()
+    await case.ask(two)
+    status, reply = await case.feedback(session_id="two", reward=1)
+    assert (status, reply["num_rows"]) == (200, 1)
+    # A server without engines also asks clients to retry.
+    engine.is_lost = True
+    with pytest.raises(openai.InternalServerError, match="no engine is available") as down:
+        await case.ask(one)
+    assert (down.value.status_code, down.value.response.headers["Retry-After"]) == (503, "1")
 
 
 @needs_newer_transformers
@@ -354,7 +336,7 @@ def test_image_of_a_request_is_stored_by_its_hash(tmp_path: Path) -> None:
         assert row["images"] == [name_of(file)]
         assert row["tokens"][: row["prompt_length"]].count(images.placeholder_id) == 2
 
-    run(check, images=images)
+    served(images=images)(check)()
 
 
 def test_text_model_refuses_images(tmp_path: Path) -> None:
@@ -366,7 +348,7 @@ def test_text_model_refuses_images(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="image"):
             await case.ask(case.client(), [{"role": "user", "content": [part]}])
 
-    run(check)
+    served()(check)()
 
 
 def test_config_keys_set_the_listen_address() -> None:

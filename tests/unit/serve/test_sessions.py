@@ -16,7 +16,8 @@ from rftdask.buffer.log.schema import Experience, Turn
 from rftdask.buffer.log.shard import done_units
 from rftdask.config import load_config
 from rftdask.serve.sessions import RewardedSession, SessionStore
-from rftdask.storage import open_storage
+from rftdask.storage import Storage, open_storage
+from rftdask.testing.storage_faults import FaultyStorage
 from tests.unit.config.config_cases import grpo
 
 _numbers = itertools.count()
@@ -33,24 +34,15 @@ class Killed(BaseException):
     """Simulated end of the process."""
 
 
-class Dying:
-    """A storage whose process dies before write number `left`."""
+def dying(storage: Storage, num_writes: int) -> Storage:
+    """A storage whose process dies after this number of writes."""
+    left = itertools.count(num_writes, -1)
 
-    def __init__(self, storage: Any, left: int) -> None:
-        self._storage, self.left = storage, left
+    def die(verb: str, path: str, stage: str) -> None:
+        if verb in ("put", "put_new", "remove") and stage == "before" and next(left) <= 0:
+            raise Killed
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._storage, name)
-        if name not in ("put", "put_new", "remove"):
-            return method
-
-        def write(*arguments: Any) -> Any:
-            self.left -= 1
-            if self.left < 0:
-                raise Killed
-            return method(*arguments)
-
-        return write
+    return FaultyStorage(storage, die)
 
 
 def session(number: int, task: str) -> RewardedSession:
@@ -148,14 +140,14 @@ def test_session_has_one_reward() -> None:
 def test_each_session_is_in_the_log_once_after_any_crash(left: int) -> None:
     storage = open_storage(f"memory://bank-{next(_numbers)}")
     new_sessions = [session(number, task) for number, task in enumerate(["a", "b", "a", "b", ""])]
-    dying, acknowledged = Dying(storage, left), 0
+    acknowledged = 0
     try:
-        bank = bank_of(dying)
+        bank = bank_of(dying(storage, left))
         for each in new_sessions:
             bank.put(each)
             acknowledged += 1
             bank.commit_groups()
-        assert left == 24 and dying.left >= 0, "the last case dies nowhere"
+        assert left == 24, "only the last case dies nowhere"
     except Killed:
         pass
     bank = bank_of(storage)

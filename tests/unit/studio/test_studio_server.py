@@ -23,19 +23,8 @@ from tests.unit.reports.lineage.lineage_cases import Case, conversation, make_co
 from tests.unit.studio.conftest import studio_of
 
 RUN = "run=p%2Frun"
-PAGES = [
-    "configure",
-    "run",
-    "samples",
-    "groups",
-    "distributions",
-    "experiences",
-    "sql",
-    "cluster",
-    "logs",
-    "about",
-    "compare",
-]
+PAGES = ["configure", "run", "samples", "groups", "distributions", "experiences", "sql", "cluster", "logs", "about"]
+PAGES += ["compare"]
 
 
 class Tags(HTMLParser):
