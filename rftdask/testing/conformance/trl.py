@@ -1,4 +1,5 @@
-"""TRL: the losses of its trainers, called with a fake trainer whose forward pass returns the logprobs of the batch."""
+"""TRL: the losses of its trainers, called with a fake trainer whose forward pass returns the logprobs of the batch.
+Imported late, since it may be missing."""
 
 from collections import defaultdict
 from collections.abc import Callable
