@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rftdask.processes.dask_task import AsksScheduler
-from rftdask.rollouts.work_unit_task import WarmUp
-from rftdask.rollouts.work_units import RolloutResult, RolloutTask
+from rftdask.rollouts.work_units import EngineRequest, RolloutResult
 
 
 class UnitFuture(Protocol):
@@ -39,7 +38,7 @@ class DaskClient(AsksScheduler, Protocol):
     def submit(
         self,
         func: Callable[[Any], Any],
-        unit: RolloutTask | WarmUp,
+        request: EngineRequest,
         /,
         *,
         key: str,

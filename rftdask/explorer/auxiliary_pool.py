@@ -81,9 +81,7 @@ class AuxiliaryPool:
         self._tasks: dict[str, tuple[str, Future[Any]]] = {}
         """(name of the model, its Dask task) by address of the worker."""
         self._serving: set[str] = set()
-        """Keys of tasks whose models are ready; filled from Dask's thread."""
-        self._announced: set[str] = set()
-        """Keys in `_serving` that were noted."""
+        """Keys of tasks whose models have become ready since the last `look`; filled from Dask's thread."""
         self._failures: Counter[str] = Counter()
         """Failures in a row by model."""
         self._missing_since_s: dict[str, float] = {}
@@ -100,8 +98,8 @@ class AuxiliaryPool:
         amounts = {address: amount for address, amount in amounts.items() if amount}
         for address, (name, task) in list(self._tasks.items()):
             key = str(task.key)
-            if key in self._serving and key not in self._announced:
-                self._announced.add(key)
+            if key in self._serving:
+                self._serving.remove(key)
                 self._failures[name] = 0
                 worker = workers[address]["name"] if address in workers else address
                 self._note(f"auxiliary model {name!r} is served by worker {worker}")
@@ -130,7 +128,7 @@ class AuxiliaryPool:
             log_file = f"{self._log_folder}/auxiliary-{list(self._models).index(name)}.log"
         return self._client.submit(
             serve_auxiliary,
-            AuxiliaryTask(self._url, self._fingerprint, name, self._threads, log_file),
+            AuxiliaryTask(self._url, self._fingerprint, self._threads, log_file, name),
             # The time makes the key unique, or Dask would return the result of an earlier task.
             key=f"auxiliary-{address}-{time.time_ns()}",
             resources={AUXILIARY_RESOURCE: self._models[name].num_gpus},
@@ -144,7 +142,6 @@ class AuxiliaryPool:
         if isinstance(error, UserError):
             raise error
         self._failures[name] += 1
-        self._serving.discard(str(task.key))
         if isinstance(error, KilledWorker) or error is None:
             cause = "its worker was lost"
         else:

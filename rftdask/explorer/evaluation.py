@@ -133,18 +133,16 @@ class EvaluationQueue:
         for name, value in auxiliary_sums.items():
             sums[name] = sums.get(name, 0.0) + value
 
-    def finish(self, unit: RolloutTask) -> bool:
-        """Count a committed unit. Returns: True if it was the last of its evaluation, which is then recorded."""
+    def finish(self, unit: RolloutTask) -> None:
+        """Count a committed unit. The evaluation is recorded when it was the last one."""
         names = [f"eval/{taskset.name}" for taskset in self._tasksets]
         # The explore step of an evaluation is the policy version, see RolloutTask.
         key = (unit.explore_step, names.index(unit.folder))
         self._num_open[key] -= 1
-        if self._num_open[key]:
-            return False
-        del self._num_open[key]
-        self._done.add(key)
-        self._record_from_log(self._tasksets[key[1]].name, unit.explore_step)
-        return True
+        if not self._num_open[key]:
+            del self._num_open[key]
+            self._done.add(key)
+            self._record_from_log(self._tasksets[key[1]].name, unit.explore_step)
 
     def is_empty(self, newest: int, ended_at: int | None) -> bool:
         """True if no evaluation waits or is due."""

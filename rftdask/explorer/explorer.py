@@ -66,12 +66,11 @@ from rftdask.rollouts.work_unit_task import (
     ADMITTED_TOPIC,
     BEGAN_TOPIC,
     EXPLORER_RESOURCE,
-    WarmUp,
     commit_poisoned,
     run_rollouts,
     warm_up,
 )
-from rftdask.rollouts.work_units import RolloutResult, RolloutTask, UnitKey, step_metrics
+from rftdask.rollouts.work_units import EngineRequest, RolloutResult, RolloutTask, UnitKey, step_metrics
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage
 from rftdask.synchronizer.published import latest_published, remove_weights_below, request_version
@@ -124,6 +123,9 @@ class Explorer:
         explorer.open()
         explorer.run()
     """
+
+    _request: EngineRequest
+    """Fields of every unit. Set by `open`."""
 
     def __init__(
         self,
@@ -183,7 +185,6 @@ class Explorer:
         self._evals = EvaluationQueue(storage, config, sizes, eval_versions, self._make_unit, self._record_evaluation)
         self._crashes = CrashTracker()
         self._backpressure = Backpressure(config, Ledger(storage, MAIN_LINEAGE))
-        self._config_fingerprint = ""
 
         # Completed and running units. A unit of training is identified by (explore step, unit_index).
         self._done: set[tuple[int, int]] = set()
@@ -224,7 +225,8 @@ class Explorer:
         trainer starts, which would end at the old seal.
         """
         # Before any unit is sent, because its worker reads this file.
-        self._config_fingerprint = record_config(self._storage, self._config)
+        fingerprint = record_config(self._storage, self._config)
+        self._request = EngineRequest(self._storage.url, fingerprint, self._threads, self._log_file)
         # Before the log is read: a later seal is that of another explorer, which has completed the rest.
         try:
             was_sealed = self._log.sealed_at() is not None
@@ -441,8 +443,7 @@ class Explorer:
         weights: WeightRequirement,
     ) -> RolloutTask:
         return RolloutTask(
-            url=self._storage.url,
-            config_fingerprint=self._config_fingerprint,
+            **vars(self._request),
             folder=folder,
             explore_step=step,
             unit_index=unit_index,
@@ -450,8 +451,6 @@ class Explorer:
             repeat_times=repeat_times,
             greedy_baseline=folder == "experiences" and self._config.algorithm.greedy_baseline,
             weights=weights,
-            threads=self._threads,
-            log_file=self._log_file,
         )
 
     def _roll_out_rest(self, unit: RolloutTask, suspect: CrashSuspect) -> None:
@@ -481,7 +480,7 @@ class Explorer:
         for address in sorted(workers - self._warm - self._warming.keys()):
             self._warming[address] = self._client.submit(
                 warm_up,
-                WarmUp(self._storage.url, self._config_fingerprint, self._threads, self._log_file),
+                self._request,
                 key=f"warm-up-{address}-{time.time_ns()}",
                 resources={EXPLORER_RESOURCE: 1},
                 workers=(address,),

@@ -20,6 +20,7 @@ from rftdask.engines.spec import engine_spec, is_asked_in_calls
 from rftdask.errors import ProcessLostError, RftError, RoleError
 from rftdask.processes.dask_task import make_cancel_check
 from rftdask.rollouts.auxiliary_client import OPERATION, Key
+from rftdask.rollouts.work_units import EngineRequest
 from rftdask.run.run_folder import read_config
 from rftdask.storage import Storage, open_storage
 
@@ -29,18 +30,11 @@ _POLL_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
-class AuxiliaryTask:
+class AuxiliaryTask(EngineRequest):
     """Request to a worker: serve an auxiliary model."""
 
-    url: str
-    """Run folder."""
-    config_fingerprint: str
     name: str
     """Name that workflows use."""
-    threads: int
-    """Threads of its engine."""
-    log_file: str | None
-    """Output file of the engine. None: the worker's output."""
 
 
 class ModelServer:

@@ -36,7 +36,7 @@ from rftdask.processes.dask_task import host_of, make_cancel_check, workers_of
 from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots
 from rftdask.rollouts.policy.remote_model import RemoteModel
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
-from rftdask.rollouts.work_units import RolloutResult, RolloutTask, Sums, auxiliary_sums, summarize_unit
+from rftdask.rollouts.work_units import EngineRequest, RolloutResult, RolloutTask, Sums, auxiliary_sums, summarize_unit
 from rftdask.rollouts.worker_state import WorkerCache, text_engine
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
@@ -148,20 +148,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
         )
 
 
-@dataclass(frozen=True)
-class WarmUp:
-    """Request to a worker: start the engines of a run."""
-
-    url: str
-    """Run folder."""
-    config_fingerprint: str
-    threads: int
-    """Threads of each engine."""
-    log_file: str | None
-    """Output file of the policy's engine. None: the worker's output."""
-
-
-def warm_up(run: WarmUp) -> None:
+def warm_up(run: EngineRequest) -> None:
     """Start the engines of this worker and load the newest weights, so that its first work unit starts at once.
 
     Raises: as `run_rollouts`. The worker's first work unit tries again.
@@ -190,7 +177,7 @@ def warm_up(run: WarmUp) -> None:
 
 
 @contextmanager
-def own_engine(run: WarmUp, is_cancelled: Callable[[], bool]) -> Iterator[EngineClient]:
+def own_engine(run: EngineRequest, is_cancelled: Callable[[], bool]) -> Iterator[EngineClient]:
     """New engine of this worker that serves the model folder; work units wait until the block and the engine end.
 
     Raises: RoleError: cancelled, or the engine failed; DataError, UserError: as `run_rollouts`.

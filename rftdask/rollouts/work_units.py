@@ -30,16 +30,26 @@ UnitKey = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class RolloutTask:
+class EngineRequest:
+    """Request to a worker: use the engines of a run."""
+
+    url: str
+    """Run folder."""
+    config_fingerprint: str
+    threads: int
+    """Threads of each engine."""
+    log_file: str | None
+    """Output file of the engine. None: the worker's output."""
+
+
+@dataclass(frozen=True)
+class RolloutTask(EngineRequest):
     """Request to a worker: run one work unit, which is some tasks of an explore step with all their rollouts.
 
     The fields determine the result, except for the weights if `weights.exact` is False. The config stays in the run
     folder; see `run_folder.read_config`.
     """
 
-    url: str
-    """Run folder."""
-    config_fingerprint: str
     folder: str
     """Log to commit to: "experiences", or "eval/<taskset>"."""
     explore_step: int
@@ -52,10 +62,6 @@ class RolloutTask:
     greedy_baseline: bool
     """True: one more rollout of each task, number `repeat_times`, at temperature 0."""
     weights: WeightRequirement
-    threads: int
-    """Threads of the engine."""
-    log_file: str | None
-    """Output file of the engine. None: the worker's output."""
     slots: tuple[int, ...] | None = None
     """Positions of the tasks to run; committed ones are skipped. None: all, so that they sample together."""
     isolated: bool = False

@@ -28,7 +28,8 @@ from rftdask.engines.client import LOAD_TIMEOUT_S, AskedEngine
 from rftdask.engines.remote import RemoteEngine, RemoteEngines, RemoteEngineServer
 from rftdask.errors import ProcessLostError, RftError, RoleError, UserError
 from rftdask.processes.dask_task import workers_of
-from rftdask.rollouts.work_unit_task import WarmUp, own_engine
+from rftdask.rollouts.work_unit_task import own_engine
+from rftdask.rollouts.work_units import EngineRequest
 from rftdask.run.run_folder import record_config
 from rftdask.serve.engines import EnginePool
 from rftdask.serve.load_balancer import LoadBalancer
@@ -53,7 +54,7 @@ def on_workers(config: Config, storage: Storage) -> Iterator[Callable[[Storage, 
     Raises: UserError: it cannot start; WaitTimeout.
     """
     layout = plan_cluster(config, [config])
-    run = WarmUp(storage.url, record_config(storage, config), layout.threads_of(EXPLORER_RESOURCE), None)
+    run = EngineRequest(storage.url, record_config(storage, config), layout.threads_of(EXPLORER_RESOURCE), None)
     with start_cluster(config, layout, storage) as cluster:
         cluster.use((EXPLORER_RESOURCE,))
         yield partial(WorkerEngines, cluster, run)
@@ -65,7 +66,7 @@ class WorkerEngines(EnginePool):
     run: the settings with which a worker starts its engine.
     """
 
-    def __init__(self, cluster: Cluster, run: WarmUp, storage: Storage, queue: LoadBalancer) -> None:
+    def __init__(self, cluster: Cluster, run: EngineRequest, storage: Storage, queue: LoadBalancer) -> None:
         super().__init__(storage, queue)
         self._cluster, self._run = cluster, run
         self._engines = RemoteEngines(self._start, _RETRY_S)
@@ -143,16 +144,16 @@ def host_engines(dask_worker: Worker) -> None:
 
 
 async def host(comm: Comm, run: Sequence[Any]) -> Status:
-    """Start an engine for a server and end it with the connection. run: the fields of a WarmUp."""
-    warm_up = WarmUp(*run)
+    """Start an engine for a server and end it with the connection. run: the fields of an EngineRequest."""
+    request = EngineRequest(*run)
     answering = RemoteEngineServer(comm, may_load=True)
     # A daemon thread: a model that takes minutes to load must not delay the worker's exit.
-    threading.Thread(target=_hold_engine, args=(warm_up, answering), name="hosted-engine", daemon=True).start()
+    threading.Thread(target=_hold_engine, args=(request, answering), name="hosted-engine", daemon=True).start()
     await answering.run()
     return Status.dont_reply
 
 
-def _hold_engine(run: WarmUp, answering: RemoteEngineServer) -> None:
+def _hold_engine(run: EngineRequest, answering: RemoteEngineServer) -> None:
     try:
         with own_engine(run, answering.over.is_set) as engine:
             answering.begin(engine, open_storage(run.url))

@@ -38,8 +38,6 @@ class SandboxSpec:
     plugin_dirs: tuple[str, ...] = ()
     max_memory_bytes: int | None = 4 << 30
     """Memory of one attempt with its child processes, in addition to that of the imports. None: no limit."""
-    max_output_bytes: int = 16 << 20
-    """Maximum output of one process."""
     env: tuple[tuple[str, str], ...] = ()
     bubblewrap: bool = False
     """The fork server runs under bwrap; see bubblewrap.py."""

@@ -46,6 +46,8 @@ START_TIMEOUT_S = 120.0
 """Deadline of the imports of plug-ins."""
 MAX_RECEIVED_BYTES = 256 << 20
 """Maximum size of all messages from one attempt."""
+_MAX_OUTPUT_BYTES = 16 << 20
+"""Maximum output of one process."""
 BEGIN_TIMEOUT_S = 60.0
 """Deadline for a fork to begin."""
 _EXIT_CODE_WAIT_S = 5.0
@@ -433,11 +435,10 @@ class _Process:
             return
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
         self._num_printed += len(data)
-        limit = self._fork_server.spec.max_output_bytes
-        if self._num_printed <= limit:
+        if self._num_printed <= _MAX_OUTPUT_BYTES:
             log.info("printed in a rollout: %s", data.decode(errors="replace").rstrip())
         else:
-            self._reason = f"it printed more than {limit} bytes"
+            self._reason = f"it printed more than {_MAX_OUTPUT_BYTES} bytes"
             self.kill()
 
     def kill(self) -> None:

@@ -15,8 +15,8 @@ from distributed.scheduler import WorkerState
 
 from rftdask.cluster.dask_client import UnitFuture
 from rftdask.processes.dask_task import LEAVING_TOPIC
-from rftdask.rollouts.work_unit_task import BEGAN_TOPIC, EXPLORER_RESOURCE, WarmUp
-from rftdask.rollouts.work_units import RolloutResult, RolloutTask
+from rftdask.rollouts.work_unit_task import BEGAN_TOPIC, EXPLORER_RESOURCE
+from rftdask.rollouts.work_units import EngineRequest, RolloutResult, RolloutTask
 
 WORKER = "tcp://10.0.0.7:4711"
 Outcome = Callable[["FakeClient", str, RolloutTask], RolloutResult | Exception | None]
@@ -78,11 +78,9 @@ class FakeClient:
     def scheduler_info(self, n_workers: int) -> Mapping[str, Any]:
         return {"workers": {WORKER: {"name": WORKER, "resources": {EXPLORER_RESOURCE: self.num_engines}}}}
 
-    def submit(
-        self, func: Callable[[Any], Any], unit: RolloutTask | WarmUp, /, *, key: str, **options: object
-    ) -> FakeFuture:
+    def submit(self, func: Callable[[Any], Any], unit: EngineRequest, /, *, key: str, **options: object) -> FakeFuture:
         """Take the next outcome without calling the function. A warm-up runs until the test completes it."""
-        if isinstance(unit, WarmUp):
+        if not isinstance(unit, RolloutTask):
             self.warming[key] = FakeFuture(key, cast(RolloutTask, unit))
             return self.warming[key]
         self.submitted.append(unit)

@@ -132,8 +132,9 @@ def test_an_evaluation_is_recorded_once_at_its_last_unit() -> None:
     queue.add_due(newest=0, ended_at=None)
     assert queue.num_waiting == 3 and not queue.is_empty(0, None)
     first, second, third = (queue.take() for _ in range(3))
-    assert not queue.finish(third) and not queue.finish(first) and recorded == []
-    assert queue.finish(second) and recorded == [("large", 0)]
+    for unit, expected in ((third, []), (first, []), (second, [("large", 0)])):
+        queue.finish(unit)
+        assert recorded == expected
     assert queue.is_empty(0, None) and not queue.is_empty(4, None)
 
 

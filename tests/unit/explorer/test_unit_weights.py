@@ -33,7 +33,8 @@ def weights_of(name: str, mode: str, folder: str, version: int = 1, timeout_s: f
             "synchronizer": {"sync_timeout": timeout_s},
         }
     )
-    unit = RolloutTask(storage.url, "", folder, 2, 0, (), 2, False, WeightRequirement(version, exact=True), 1, None)
+    weights = WeightRequirement(version, exact=True)
+    unit = RolloutTask(storage.url, "", 1, None, folder, 2, 0, (), 2, False, weights)
     published = work_unit_task._wait_for_weights(storage, unit, config)
     assert published is not None
     return published.version

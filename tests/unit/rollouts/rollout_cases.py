@@ -118,7 +118,7 @@ def work_unit(*tasks: int, step: int = 1, epoch: int = 0, **fields: Any) -> Roll
     """Work unit of two rollouts of each task, given by index."""
     refs = tuple(TaskRef(0, epoch, index) for index in tasks)
     fields = {"repeat_times": 2, "greedy_baseline": False, "weights": WeightRequirement(0, exact=True), **fields}
-    return RolloutTask("memory://run", "", "experiences", step, 0, refs, threads=1, log_file=None, **fields)
+    return RolloutTask("memory://run", "", 1, None, "experiences", step, 0, refs, **fields)
 
 
 def run(

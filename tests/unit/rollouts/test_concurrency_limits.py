@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rftdask.buffer.log.schema import Status
 from rftdask.config.schema.explorer import OverRolloutConfig
@@ -21,28 +24,66 @@ from rftdask.synchronizer.published import Published
 from tests.unit.rollouts.rollout_cases import VERSION, CharTokenizer, named, replies, settings, task
 
 
+class Admissions:
+    """Slots whose admitted keys are recorded in order."""
+
+    def __init__(self, limits: dict[str, int]) -> None:
+        self.slots, self.admitted = SharedSlots(limits), list[Hashable]()
+
+    def enter(self, key: Hashable, *kinds: str) -> None:
+        self.slots.enter(key, kinds, lambda: self.admitted.append(key))
+
+
+def test_admission_is_in_order_and_kinds_are_independent() -> None:
+    limited = Admissions({"sandbox": 1, "game": 1})
+    for key, *kinds in (("a", "game", "sandbox"), ("b", "sandbox"), ("c", "math"), ("d", "game")):
+        limited.enter(key, *kinds)
+    assert limited.admitted == ["a", "c"]
+    limited.slots.leave("c")
+    assert limited.admitted == ["a", "c"]
+    for _ in range(2):
+        limited.slots.leave("a")
+        assert limited.admitted == ["a", "c", "b", "d"]
+
+
+@given(st.lists(st.sampled_from([("x",), ("y",), ("x", "y"), ("z",)]), max_size=20), st.randoms())
+def test_admission_runs_all_and_never_more_than_its_limits(kinds: list[tuple[str, ...]], random: Random) -> None:
+    limits = {"x": 2, "y": 1}
+    limited, ended = Admissions(limits), set[Hashable]()
+    for number, rollout_kinds in enumerate(kinds):
+        limited.enter(number, *rollout_kinds)
+    while running := [key for key in limited.admitted if key not in ended]:
+        for kind, most in limits.items():
+            assert sum(kind in kinds[int(str(number))] for number in running) <= most
+        key = random.choice(running)
+        ended.add(key)
+        limited.slots.leave(key)
+    assert sorted(map(str, limited.admitted)) == sorted(map(str, range(len(kinds))))
+
+
 def test_later_keys_are_admitted_when_earlier_ones_leave() -> None:
-    slots, admitted = SharedSlots({SLOT: 2}), list[str]()
-    for unit, key in (("one", "a"), ("one", "b"), ("two", "a"), ("two", "b")):
-        slots.enter((unit, key), (SLOT,), admit=lambda name=f"{unit}/{key}": admitted.append(name))
+    limited = Admissions({SLOT: 2})
+    slots, admitted = limited.slots, limited.admitted
+    for key in ("one/a", "one/b", "two/a", "two/b"):
+        limited.enter(key, SLOT)
     assert admitted == ["one/a", "one/b"]
-    slots.leave(("one", "b"))
+    slots.leave("one/b")
     assert admitted[2:] == ["two/a"]
-    slots.leave(("two", "b"))  # it never began, and does not
-    slots.leave(("two", "b"))
-    slots.leave(("one", "a"))
+    slots.leave("two/b")  # it never began, and does not
+    slots.leave("two/b")
+    slots.leave("one/a")
     assert admitted[3:] == []
     assert slots.wait_for_slot(SLOT, 60)
-    slots.enter("another", (SLOT,), admit=lambda: None)
+    limited.enter("another", SLOT)
     assert not slots.wait_for_slot(SLOT, 0.01), "two/a and another have the slots"
 
 
 def test_a_later_limit_changes_no_existing_limit() -> None:
-    slots, admitted = SharedSlots({SLOT: 1}), list[str]()
-    slots.limit({SLOT: 5, "game": 1})
-    for key, kinds in (("a", (SLOT,)), ("b", (SLOT,)), ("c", ("game",)), ("d", ("game",))):
-        slots.enter(key, kinds, admit=lambda key=key: admitted.append(key))
-    assert admitted == ["a", "c"]
+    limited = Admissions({SLOT: 1})
+    limited.slots.limit({SLOT: 5, "game": 1})
+    for key, kind in (("a", SLOT), ("b", SLOT), ("c", "game"), ("d", "game")):
+        limited.enter(key, kind)
+    assert limited.admitted == ["a", "c"]
 
 
 class Gate:
@@ -173,9 +214,10 @@ def test_slots_by_memory_follow_the_mean_length_of_rollouts() -> None:
 
 
 def test_added_slots_admit_and_removed_ones_go_as_holders_leave() -> None:
-    slots, admitted = SharedSlots({SLOT: 1}), list[str]()
+    limited = Admissions({SLOT: 1})
+    slots, admitted = limited.slots, limited.admitted
     for key in "abcdef":
-        slots.enter(key, (SLOT,), admit=lambda key=key: admitted.append(key))
+        limited.enter(key, SLOT)
     slots.change(SLOT, 2)
     assert admitted == ["a", "b", "c"]
     slots.change(SLOT, -2)

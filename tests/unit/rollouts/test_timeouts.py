@@ -1,17 +1,14 @@
 """Promises of the rules of waiting: over-rollout counts tasks; the dynamic timeout never exceeds the configured one;
-pass@k is the unbiased estimator; the limiter keeps order and limits.
+pass@k is the unbiased estimator.
 """
 
-from collections.abc import Hashable
 from itertools import combinations
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, OverRolloutConfig
-from rftdask.rollouts.concurrency_limits import SharedSlots
 from rftdask.rollouts.runner import num_tasks_needed
 from rftdask.rollouts.work_units import pass_at_k, pass_rates
 from rftdask.rollouts.worker_state import attempt_timeout_s
@@ -24,13 +21,12 @@ def test_over_rollout_needs_the_other_tasks_rounded_up(ratio: float, needed: int
 
 def test_a_dynamic_timeout_follows_the_mean_after_its_warm_up() -> None:
     rule = DynamicTimeoutConfig(enable=True, warmup_min_steps=2, ratio=2.5)
+    times = {1: [1.0], 2: [3.0]}
     assert attempt_timeout_s(rule, 100.0, {1: [1.0]}, explore_step=2) == 100.0
-    assert attempt_timeout_s(rule, 100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 5.0
-    assert attempt_timeout_s(rule, 4.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 4.0
-    assert (
-        attempt_timeout_s(rule, 100.0, {1: [1.0], 2: [3.0], 3: [90.0]}, explore_step=3) == 5.0
-    )  # its own step does not count
-    assert attempt_timeout_s(DynamicTimeoutConfig(), 100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 100.0
+    assert attempt_timeout_s(rule, 100.0, times, explore_step=3) == 5.0
+    assert attempt_timeout_s(rule, 4.0, times, explore_step=3) == 4.0
+    assert attempt_timeout_s(rule, 100.0, {**times, 3: [90.0]}, explore_step=3) == 5.0, "its own step does not count"
+    assert attempt_timeout_s(DynamicTimeoutConfig(), 100.0, times, explore_step=3) == 100.0
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
@@ -46,40 +42,3 @@ def test_pass_rates_are_means_over_tasks_with_enough_rollouts() -> None:
     assert pass_rates({}) == {}
     with pytest.raises(ValueError, match="pass@3 of 2"):
         pass_at_k(2, 1, 3)
-
-
-class Admissions:
-    """Slots whose admitted keys are recorded in order."""
-
-    def __init__(self, limits: dict[str, int]) -> None:
-        self.slots, self.admitted = SharedSlots(limits), list[Hashable]()
-
-    def enter(self, key: Hashable, kinds: tuple[str, ...]) -> None:
-        self.slots.enter(key, kinds, lambda: self.admitted.append(key))
-
-
-def test_admission_is_in_order_and_kinds_are_independent() -> None:
-    limited = Admissions({"sandbox": 1, "game": 1})
-    for key, kinds in {"a": ("game", "sandbox"), "b": ("sandbox",), "c": ("math",), "d": ("game",)}.items():
-        limited.enter(key, kinds)
-    assert limited.admitted == ["a", "c"]
-    limited.slots.leave("c")
-    assert limited.admitted == ["a", "c"]
-    for _ in range(2):
-        limited.slots.leave("a")
-        assert limited.admitted == ["a", "c", "b", "d"]
-
-
-@given(st.lists(st.sampled_from([("x",), ("y",), ("x", "y"), ("z",)]), max_size=20), st.randoms())
-def test_admission_runs_all_and_never_more_than_its_limits(kinds: list[tuple[str, ...]], random: Random) -> None:
-    limits = {"x": 2, "y": 1}
-    limited, ended = Admissions(limits), set[Hashable]()
-    for number, rollout_kinds in enumerate(kinds):
-        limited.enter(number, rollout_kinds)
-    while running := [key for key in limited.admitted if key not in ended]:
-        for kind, most in limits.items():
-            assert sum(kind in kinds[int(str(number))] for number in running) <= most
-        key = random.choice(running)
-        ended.add(key)
-        limited.slots.leave(key)
-    assert sorted(map(str, limited.admitted)) == sorted(map(str, range(len(kinds))))

@@ -19,7 +19,7 @@ from rftdask.config import replace as replace_keys
 from rftdask.engines.base import GenerateRequest
 from rftdask.engines.remote import RemoteEngine
 from rftdask.errors import ProcessLostError, StorageError
-from rftdask.rollouts.work_unit_task import WarmUp
+from rftdask.rollouts.work_units import EngineRequest
 from rftdask.run.run_folder import record_config
 from rftdask.serve.worker_pool import host
 from rftdask.storage import Storage, open_storage
@@ -34,9 +34,9 @@ def run(tmp_path: Path, check: Callable[[RemoteEngine, Storage], Awaitable[None]
     async def within() -> None:
         storage = open_storage(tmp_path)
         here, there = pipes()
-        warm_up = WarmUp(storage.url, record_config(storage, FAKE), 1, None)
+        request = EngineRequest(storage.url, record_config(storage, FAKE), 1, None)
         async with asyncio.timeout(120):
-            hosting = asyncio.create_task(host(there, astuple(warm_up)))  # type: ignore[arg-type]
+            hosting = asyncio.create_task(host(there, astuple(request)))  # type: ignore[arg-type]
             engine = RemoteEngine("tcp://127.0.0.2:1", here)  # type: ignore[arg-type]
             await engine.wait_ready()
             await check(engine, storage)
