@@ -1,9 +1,18 @@
 """Checks of processes that may end at any moment, also between two checks."""
 
 import contextlib
+import os
 import time
+from pathlib import Path
 
 import psutil
+
+import rftdask
+
+
+def python_path(*folders: Path) -> str:
+    """Return a PYTHONPATH of these folders and the folder of the package."""
+    return os.pathsep.join(map(str, [*folders, Path(rftdask.__file__).parents[1]]))
 
 
 def lives(process: psutil.Process | int) -> bool:

@@ -16,7 +16,7 @@ from rftdask.data.images import without_images
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.runner import TextEngine, run_work_unit
-from rftdask.rollouts.sandbox.messages import Failed, SandboxSpec
+from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
 from rftdask.synchronizer.published import Published
 
@@ -90,7 +90,7 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
     def fork_server(spec: SandboxSpec) -> ForkServer:
         # One for all tasks with the same imports, which take most of the time.
         if spec not in servers:
-            servers[spec] = _QuietForkServer(spec)
+            servers[spec] = ForkServer(spec, logs_failures=False)
         return servers[spec]
 
     mistakes, imports, doubts = list[str](), list[str](), list[str]()
@@ -116,12 +116,6 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
         for server in servers.values():
             server.close()
     return mistakes, imports, doubts
-
-
-class _QuietForkServer(ForkServer):
-    """Fork server that logs no failures, which the caller reports."""
-
-    def log_failure(self, failure: Failed) -> None: ...
 
 
 class _CharacterTokenizer:

@@ -73,10 +73,12 @@ class SandboxLostError(RoleError):
 class ForkServer:
     """Process that imports the plug-ins once and forks a process for each attempt; see child.py."""
 
-    def __init__(self, spec: messages.SandboxSpec) -> None:
-        """Waits for the imports of the plug-ins. Raises: UserError: an import failed, or bwrap is not installed;
-        RoleError: the process died."""
-        self.spec = spec
+    def __init__(self, spec: messages.SandboxSpec, *, logs_failures: bool = True) -> None:
+        """Waits for the imports of the plug-ins. logs_failures: False: the caller reports errors of workflows.
+
+        Raises: UserError: an import failed, or bwrap is not installed; RoleError: the process died.
+        """
+        self._logs_failures = logs_failures
         self.taken: dict[int, messages.Ended | None] = {}
         """Ends of forks in use, by process id. None: running."""
         self._pools = threading.Lock()
@@ -132,6 +134,8 @@ class ForkServer:
 
     def log_failure(self, failure: messages.Failed) -> None:
         """Log a failure with its traceback the first time, and its count after 10, 100, 1000, ... equal ones."""
+        if not self._logs_failures:
+            return
         # Failures are equal if their code locations are; messages differ from row to row.
         where = failure.error + "".join(re.findall(r'^ *File ".*$', failure.traceback, re.MULTILINE))
         self._failures[where] += 1

@@ -15,15 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-import rftdask
 from rftdask.errors import FencedError, ProcessLostError, RoleError, UserError, WaitTimeout
 from rftdask.processes.child import Child
 from rftdask.processes.zygote import ZYGOTE_ADDRESS
-from tests.living import wait_until_gone
+from tests.living import python_path, wait_until_gone
 
 HERE = Path(__file__).parent
 ENV = {
-    "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])]),
+    "PYTHONPATH": python_path(HERE),
     "PYTHONUNBUFFERED": "",  # the default of most machines
 }
 

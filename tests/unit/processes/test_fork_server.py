@@ -8,12 +8,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-import rftdask
-from tests.living import wait_until_gone
+from tests.living import python_path, wait_until_gone
 
 LONG_S = 60.0
 RUNS = """
@@ -63,12 +63,12 @@ def look_below(end):
 """
 
 
-def drive(tmp_path: Path, script: str, *, stderr: int | None = None, **variables: object) -> subprocess.Popen[str]:
+def drive(tmp_path: Path, script: str, *, stderr: int | None = None, **variables: Any) -> subprocess.Popen[str]:
     """Start a plain script with a short command line as the driver, in its folder and with these variables."""
     (tmp_path / "looking.py").write_text(LOOKING)
     (tmp_path / "driver.py").write_text(script)
-    path = os.pathsep.join([str(tmp_path), str(Path(rftdask.__file__).parents[1])])
-    environment = {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
+    variables = {name: str(value) for name, value in variables.items()}
+    environment: dict[str, str] = {**os.environ, "PYTHONPATH": python_path(tmp_path), **variables}
     environment.pop("OPENBLAS_NUM_THREADS", None)
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     return subprocess.Popen(

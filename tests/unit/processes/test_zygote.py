@@ -18,13 +18,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-import rftdask
 from rftdask.errors import ConfigError, ProcessLostError, RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.processes import zygote as module
 from rftdask.processes.child import Child
 from rftdask.processes.zygote import ZYGOTE_ADDRESS, call, start_zygote
-from tests.living import wait_until_gone
+from tests.living import python_path, wait_until_gone
 
 HERE = Path(__file__).parent
 LONG_S = 60.0
@@ -71,7 +70,7 @@ def test_after_a_killed_zygote_children_are_interpreters(monkeypatch: pytest.Mon
     sys.path.insert(0, str(HERE))
     monkeypatch.setattr(module, "_started", None)
     monkeypatch.setenv(ZYGOTE_ADDRESS, start_zygote(["json.tool"]))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])]))
+    monkeypatch.setenv("PYTHONPATH", python_path(HERE))
     child = Child("child_targets:echo", {}, name="echo", log_file=tmp_path / "log")
     assert child.request("x", LONG_S)["message"] == "x"
     parent = psutil.Process(child.pid).parent()
@@ -111,24 +110,18 @@ def test_no_process_outlives_a_killed_driver(tmp_path: Path, temporary_bytes: in
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         temporary = Path(short, "x" * (temporary_bytes - len(short) - 1))
         temporary.mkdir()
-        check_driver(tmp_path, temporary)
-
-
-def check_driver(tmp_path: Path, temporary: Path) -> None:
-    path = os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])])
-    file = tmp_path / "driver.py"
-    file.write_text(DRIVER)
-    command = [sys.executable, str(file), str(tmp_path / "log")]
-    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        modules = driver.stdout.readline()
-        below = psutil.Process(driver.pid).children(recursive=True)
-        driver.kill()
-    assert modules == "True False\n", "only the fork has the module"
-    assert len(below) == 2, below  # the zygote and the fork
-    _, alive = psutil.wait_procs(below, timeout=LONG_S)
-    assert not alive
+        file = tmp_path / "driver.py"
+        file.write_text(DRIVER)
+        command = [sys.executable, str(file), str(tmp_path / "log")]
+        environment = {**os.environ, "PYTHONPATH": python_path(HERE), "TMPDIR": str(temporary)}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as driver:
+            assert driver.stdout is not None
+            modules = driver.stdout.readline()
+            below = psutil.Process(driver.pid).children(recursive=True)
+            driver.kill()
+        assert modules == "True False\n", "only the fork has the module"
+        assert len(below) == 2, below  # the zygote and the fork
+        assert not psutil.wait_procs(below, timeout=LONG_S)[1]
 
 
 def test_importing_processes_end_with_their_driver(tmp_path: Path) -> None:
@@ -136,9 +129,8 @@ def test_importing_processes_end_with_their_driver(tmp_path: Path) -> None:
     driver = "import psutil; from rftdask.processes.zygote import start_zygote; start_zygote(['sleepy']); "
     driver += "from rftdask.processes.fork_server import start_fork_server; start_fork_server(['sleepy']); "
     driver += "print([child.pid for child in psutil.Process().children()])"
-    path = os.pathsep.join([str(tmp_path), str(Path(rftdask.__file__).parents[1])])
     command = [sys.executable, "-c", driver]
-    env = {**os.environ, "PYTHONPATH": path}
+    env = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
     # Both hold its stdout, so the wait for its end covers all three processes.
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=LONG_S)
     for pid in json.loads(done.stdout):
@@ -284,7 +276,7 @@ def test_a_tokenizer_comes_without_torch(tmp_path: Path) -> None:
         "assert tokenizer.added_tokens_decoder == own.added_tokens_decoder\n"
         "assert tokenizer.init_kwargs == own.init_kwargs\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(rftdask.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=4 * LONG_S
     )

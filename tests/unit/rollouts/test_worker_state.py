@@ -27,6 +27,7 @@ from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage, open_storage
 from tests.unit.rollouts.rollout_cases import CharTokenizer
 
+JUDGE = "explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]"
 SAMPLING = [
     ("temperature", 0.25, "temperature"),
     ("top_p", 0.5, "top_p"),
@@ -50,6 +51,12 @@ def config(*overrides: str) -> Config:
 @pytest.fixture
 def storage(tmp_path: Path) -> Storage:
     return open_storage(tmp_path)
+
+
+def opened(storage: Storage, run: Config) -> WorkerCache:
+    cache = WorkerCache()
+    cache.open(storage, record_config(storage, run))
+    return cache
 
 
 def test_the_config_is_read_once(storage: Storage) -> None:
@@ -135,8 +142,7 @@ def test_an_unreadable_config_leaves_the_cache_unchanged(storage: Storage) -> No
 
 def test_an_engine_spec_lists_all_sampling_parameters() -> None:
     evals = "buffer.explorer_input.eval_tasksets=[{name: a, path: a.jsonl, rollout_args: {temperature: 0.0}}]"
-    judge = "explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]"
-    run = config(evals, judge, "model.temperature=0.7", "model.max_response_tokens=8")
+    run = config(evals, JUDGE, "model.temperature=0.7", "model.max_response_tokens=8")
     policy, auxiliary = (engine_spec(section, run, 1, None).sampling for _, section in run.explorer.engines())
     assert [(params.max_tokens, params.temperature) for params in policy] == [(8, 0.7), (8, 0.0)]
     assert [(params.max_tokens, params.temperature) for params in auxiliary] == [(8, 0.7)]
@@ -145,9 +151,7 @@ def test_an_engine_spec_lists_all_sampling_parameters() -> None:
 
 
 def test_auxiliary_engines_ended_by_another_unit_are_restarted(storage: Storage) -> None:
-    cache = WorkerCache()
-    judge = "explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]"
-    cache.open(storage, record_config(storage, config(judge)))
+    cache = opened(storage, config(JUDGE))
     ended = Event()
 
     def end_again_and_again() -> None:
@@ -169,8 +173,7 @@ def test_auxiliary_engines_ended_by_another_unit_are_restarted(storage: Storage)
 
 
 def test_an_unknown_taskset_is_an_error_with_the_known_ones(storage: Storage) -> None:
-    cache = WorkerCache()
-    cache.open(storage, record_config(storage, config()))
+    cache = opened(storage, config())
     with pytest.raises(DataError, match="unknown taskset 'gsm9k'; the tasksets are "):
         cache.taskset("gsm9k")
 
@@ -216,7 +219,7 @@ def test_an_auxiliary_model_has_lengths_and_sampling_of_its_own() -> None:
     (sampling,) = spec.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (100, 0.0, 0.9, 5)
     assert (spec.model.max_prompt_tokens, spec.model.max_response_tokens, spec.model.max_model_len) == (900, 100, 1000)
-    usual = config("explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]")
+    usual = config(JUDGE)
     assert usual.explorer.auxiliary_models[0].own_model(usual.model) == usual.model
 
 
@@ -245,8 +248,7 @@ def test_engines_that_measure_their_gpu_start_one_by_one(storage: Storage, monke
         "{engine_type: fake, name: b, model_path: b}, "
         "{engine_type: vllm, name: c, model_path: c, gpu_memory_utilization: 0.3}]",
     )
-    cache = WorkerCache()
-    cache.open(storage, record_config(storage, run))
+    cache = opened(storage, run)
     cache.engine(engine_spec(run.explorer.rollout_model, run, 1, None))
     cache.auxiliary(1)
     starts = [event for event in events if event[0] == "start"]
@@ -271,8 +273,7 @@ def test_no_load_in_flight_while_a_unit_needs_exact_weights() -> None:
 
 def test_a_cancelled_unit_stops_waiting_for_other_units(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_cache, "_POLL_INTERVAL_S", 0.01)
-    cache, run = WorkerCache(), config("explorer.slots_per_engine=1")
-    cache.open(storage, record_config(storage, run))
+    cache = opened(storage, config("explorer.slots_per_engine=1"))
     with cache.start_lock() as start:
         # Waiting for the start lock.
         with pytest.raises(RoleError, match="was cancelled"), cache.start_lock(lambda: True):
