@@ -24,7 +24,8 @@ from rftdask.cluster.layout import EXPLORER_RESOURCE, Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
 from rftdask.storage import open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
-from rftdask.synchronizer.published import publish_weights
+from rftdask.synchronizer.published import MODEL_FILE
+from rftdask.synchronizer.publisher import Publisher
 
 _WRITES_PER_STEP = 5
 """Durable writes in a step: shard, ledger entry, weights, their manifest, pointer."""
@@ -96,7 +97,7 @@ def measure_publish(root: Path, publishes: int, explorers: int) -> list[float]:
                 cluster.client.submit(wait_in_worker, storage.url, version, workers=[w], pure=False) for w in workers
             ]
             time.sleep(0.1 + 0.05 * (version % 7) / 7)  # until all wait, at every phase of the polling
-            publish_weights(storage, version, b"weights", "main")
+            Publisher(storage, "main").publish(version, {MODEL_FILE: b"weights"})
             moved = time.time()
             delays.append(max(future.result(timeout=60) for future in futures) - moved)
     return delays

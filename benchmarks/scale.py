@@ -43,7 +43,8 @@ from rftdask.processes.poll import wait_for
 from rftdask.rollouts.work_units import RolloutResult, RolloutTask, Sums
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
-from rftdask.synchronizer.published import publish_weights
+from rftdask.synchronizer.published import MODEL_FILE
+from rftdask.synchronizer.publisher import Publisher
 
 TASKS_PER_BATCH, REPEAT_TIMES = 4, 8
 MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 800, 1.0, 16_384
@@ -168,7 +169,7 @@ class Simulation:
             while len(self.finished) < step * self._units_per_step:
                 time.sleep(0.005)
             time.sleep(self._train_s)
-            publish_weights(self.storage, step, b"weights", "main")
+            Publisher(self.storage, "main").publish(step, {MODEL_FILE: b"weights"})
             if step == self._steps:
                 self._trained = step
             self.explorer.wake(step)
@@ -224,7 +225,7 @@ def measure_notice(client: Client, publishes: int) -> float:
         if not wait_for(partial(all_wait, client, version, len(names)), 120, 0.1):
             raise SystemExit(f"fewer than {len(names)} workers came to wait for a version")
         time.sleep(0.5)  # until the last worker waits
-        publish_weights(storage, version, b"weights", "main")
+        Publisher(storage, "main").publish(version, {MODEL_FILE: b"weights"})
         moved = time.perf_counter()
         delays.append(max(future.result(timeout=120) for future in futures) - moved)
     client.unpublish_dataset("rftdask-synchronizer")

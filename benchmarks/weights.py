@@ -58,6 +58,7 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.config import load_config
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.manifest import FileEntry, Manifest, commit_folder, put_files
@@ -70,7 +71,6 @@ from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.engines.tensor_files import stage_tensors
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.trainer.ranks import Ranks
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftdask.trainer.ranks import Ranks
+from rftdask.processes.ranks import Ranks
 
 
 class ThreadRanks(Ranks):

@@ -42,7 +42,7 @@ from rftdask.errors import (
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.storage import Storage
 from rftdask.synchronizer.node_cache import NodeCache, Transport
-from rftdask.synchronizer.published import Published, read_published, request_whole
+from rftdask.synchronizer.published import WHOLE_FILE, Published, read_published, request_version
 
 log = logging.getLogger(__name__)
 
@@ -440,7 +440,7 @@ class EngineClient(AskedEngine):
             if not asked:
                 asked = True
                 log.warning("%s; requesting files", problem)
-                request_whole(storage, published.version)
+                request_version(storage, published.version, WHOLE_FILE)
             time.sleep(_WHOLE_LOOK_S)
 
     def load(self, storage: Storage, published: Published, *, in_flight: bool = False) -> None:
@@ -504,7 +504,7 @@ class EngineClient(AskedEngine):
         if published.delta is None:
             return published
         log.warning("version %d cannot be rebuilt from its delta; waiting for the complete files", published.version)
-        request_whole(storage, published.version)
+        request_version(storage, published.version, WHOLE_FILE)
         deadline = time.monotonic() + _WHOLE_S
         while time.monotonic() < deadline and self.alive():
             there = read_published(storage, published.version)

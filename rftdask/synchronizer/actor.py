@@ -14,12 +14,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any
 
 from distributed import Client, Future, KilledWorker
 
 from rftdask.errors import RoleError, StorageError, WaitTimeout
-from rftdask.processes.dask_task import Fetchable, fetch
+from rftdask.processes.dask_task import fetch
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.published import Published, latest_published
 
@@ -104,33 +104,6 @@ class Synchronizer:
                 self._changed.notify_all()
 
 
-Result = TypeVar("Result", covariant=True)
-
-
-class Pending(Protocol[Result]):
-    """The part of `distributed.ActorFuture` that a handle uses."""
-
-    def result(self, timeout: float) -> Result:
-        """Raises: TimeoutError: no result within `timeout` seconds."""
-
-
-class ActorProxy(Protocol):
-    """The actor as other processes see it."""
-
-    def hint(self) -> object:
-        """See Synchronizer.hint; callers need not wait for the result."""
-
-    def wait_for_version(self, version: int, timeout_s: float) -> Pending[Published | None]:
-        """See Synchronizer.wait_for_version."""
-
-
-class DatasetClient(Protocol):
-    """The part of a distributed.Client that a handle uses."""
-
-    def get_dataset(self, name: str, /) -> Fetchable[ActorProxy]:
-        """Dataset published as `name`. Raises: KeyError: there is none."""
-
-
 class SyncHandle:
     """Waits for versions on behalf of a role: through the actor if it answers, else by reading the pointer.
 
@@ -140,7 +113,7 @@ class SyncHandle:
     def __init__(
         self,
         storage: Storage,
-        client: DatasetClient | None,
+        client: Client | None,
         poll_interval_s: float = 0.05,
         *,
         is_near: bool = False,
@@ -154,8 +127,8 @@ class SyncHandle:
         self._storage, self._is_near = storage, is_near
         self._client = client
         self._poll_interval_s = poll_interval_s
-        self._actor: ActorProxy | None = None
-        """Actor of the last successful call. None: not looked up yet, or the last call failed."""
+        self._actor: Any = None
+        """Dask's proxy of the actor after a successful call. None: not looked up yet, or the last call failed."""
 
     def latest(self) -> Published | None:
         """Newest published version, read from storage."""
@@ -202,7 +175,8 @@ class SyncHandle:
         try:
             timeout_s = min(left_s, _SLICE_S)
             answer = self._find_actor().wait_for_version(version, timeout_s)
-            return answer.result(timeout=timeout_s + _ANSWER_GRACE_S)
+            published: Published | None = answer.result(timeout=timeout_s + _ANSWER_GRACE_S)
+            return published
         except Exception:
             # Whatever failed (lost worker, new generation, closed client), storage has the result. The pause keeps a
             # handle without an actor from reading the pointer in a tight loop.
@@ -210,7 +184,7 @@ class SyncHandle:
             time.sleep(min(self._poll_interval_s, left_s))
             return None
 
-    def _find_actor(self) -> ActorProxy:
+    def _find_actor(self) -> Any:
         if self._actor is None:
             if self._client is None:
                 raise RuntimeError("no Dask client; reading the pointer instead")

@@ -6,17 +6,16 @@ Invariant: a folder without a valid manifest does not exist for readers, whateve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from rftdask.errors import DamagedError, NotFoundError, RftError, StorageError, StorageRefusedError
 from rftdask.storage import Storage
 from rftdask.storage.base import Data, in_order
 from rftdask.storage.checked_json import dump_checked, load_checked
-
-Result = TypeVar("Result")
+from rftdask.synchronizer.tensor_heads import head_bytes
 
 NAME = "MANIFEST.json"
 BLOCK_BYTES = 64 * 2**20
@@ -61,6 +60,16 @@ class FileEntry:
         return {**tree, "blocks": list(self.blocks)} if self.blocks else tree
 
 
+def entries_to_json(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
+    """Return the JSON form of the entries of several files."""
+    return {name: entry.to_json() for name, entry in entries.items()}
+
+
+def entries_from_json(*trees: Mapping[str, Any]) -> dict[str, FileEntry]:
+    """Return the entries in several results of `entries_to_json`, such as one of each rank."""
+    return {name: FileEntry.from_json(entry) for tree in trees for name, entry in tree.items()}
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The files of a published folder.
@@ -97,9 +106,8 @@ def write_folder(
 def extend_folder(storage: Storage, folder: str, manifest: Manifest, files: Mapping[str, Data]) -> Manifest:
     """Add `files` to the folder of `manifest`. Readers see either the old or the new manifest."""
     # Old files are not touched; the manifest is replaced atomically.
-    return commit_folder(
-        storage, folder, replace(manifest, files={**manifest.files, **put_files(storage, folder, files)})
-    )
+    entries = {**manifest.files, **put_files(storage, folder, files)}
+    return commit_folder(storage, folder, replace(manifest, files=entries))
 
 
 def put_files(storage: Storage, folder: str, files: Mapping[str, Data]) -> dict[str, FileEntry]:
@@ -115,9 +123,9 @@ def put_files(storage: Storage, folder: str, files: Mapping[str, Data]) -> dict[
 
 def commit_folder(storage: Storage, folder: str, manifest: Manifest) -> Manifest:
     """Write the manifest of a folder whose files are already written."""
-    files = {name: entry.to_json() for name, entry in manifest.files.items()}
+    tree = {**asdict(manifest), "files": entries_to_json(manifest.files)}
     # The manifest carries its own checksum, since no other file lists its hash.
-    storage.put(f"{folder}/{NAME}", dump_checked({**asdict(manifest), "files": files}, indent=1))
+    storage.put(f"{folder}/{NAME}", dump_checked(tree, indent=1))
     return manifest
 
 
@@ -130,7 +138,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest | None:
     try:
         tree = load_checked(data)
         # Unknown keys count as damage here; additions go into `extra`.
-        files = {name: FileEntry.from_json(entry) for name, entry in tree["files"].items()}
+        files = entries_from_json(tree["files"])
         return Manifest(tree["lineage"], int(tree["version"]), files, tree["extra"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder}/{NAME} is damaged: {error}") from error
@@ -168,22 +176,38 @@ def block_span(entry: FileEntry, number: int) -> tuple[int, int]:
 
 def read_block(storage: Storage, path: str, entry: FileEntry, number: int) -> bytes:
     """Read and verify one block of the file at `path`. A file without blocks is one block. Raises: as `read_file`."""
-    if not entry.blocks:
-        data = storage.get(path)
-        check_block(path, data, entry, 0)
-        return data
-    start = number * BLOCK_BYTES
+    start, stop = block_span(entry, number)
     # One byte more than expected for the last block, to detect a file that is too long.
-    is_last = number == len(entry.blocks) - 1
-    data = storage.get_part(path, start, entry.size_bytes + 1 if is_last else start + BLOCK_BYTES)
+    end = stop + 1 if stop == entry.size_bytes else stop
+    data = storage.get_part(path, start, end) if entry.blocks else storage.get(path)
     check_block(path, data, entry, number)
     return data
 
 
-def verify_block(storage: Storage, path: str, entry: FileEntry, number: int) -> None:
-    """Like `read_block`, but without returning the bytes. Holds at most PIECE_BYTES of a local file."""
-    for _ in stream_block(storage, path, entry, number):
-        pass
+def verify_block(storage: Storage, path: str, entry: FileEntry, number: int) -> bytes:
+    """Verify a block, holding at most PIECE_BYTES of a local file. Raises: as `read_file`.
+
+    Returns: the head of the file if this is the first block of a tensor file, else b"".
+    """
+    head, size = bytearray(), BLOCK_BYTES if number == 0 and path.endswith(".safetensors") else 0
+    for piece in stream_block(storage, path, entry, number):
+        if len(head) < size:
+            head += piece
+            size = min(size, head_bytes(bytes(head[:8])))
+            del head[size:]
+    return bytes(head)
+
+
+def verify_blocks(
+    storage: Storage, folder: str, manifest: Manifest, blocks: Sequence[tuple[str, int]]
+) -> Iterator[bytes]:
+    """Yield the results of `verify_block` for these (file, number) blocks, which are read in parallel."""
+
+    def verify(block: tuple[str, int]) -> bytes:
+        name, number = block
+        return verify_block(storage, f"{folder}/{name}", manifest.files[name], number)
+
+    return in_order(verify, blocks, _NUM_THREADS)
 
 
 def stream_block(storage: Storage, path: str, entry: FileEntry, number: int) -> Iterator[Data]:
@@ -231,9 +255,8 @@ def stream_blocks(
 def check_block(path: str, data: Data, entry: FileEntry, number: int) -> None:
     """Raises: DamagedError: `data` does not match block `number` of the file at `path`."""
     if entry.blocks:
-        start = number * BLOCK_BYTES
-        size = min(BLOCK_BYTES, entry.size_bytes - start)
-        path, entry = f"{path} from byte {start}", FileEntry(size, entry.blocks[number])
+        start, stop = block_span(entry, number)
+        path, entry = f"{path} from byte {start}", FileEntry(stop - start, entry.blocks[number])
     check_file(path, data, entry)
 
 
@@ -260,44 +283,19 @@ def remove_folder(storage: Storage, folder: str) -> None:
     storage.remove(folder)
 
 
-ReadBlock = Callable[[Storage, str, FileEntry, int], Result]
-"""`read_block` or `verify_block`."""
-
-
-def read_blocks(
-    read: ReadBlock[Result], storage: Storage, folder: str, manifest: Manifest, place: int = 0, num_readers: int = 1
-) -> Iterator[tuple[tuple[str, int], Result]]:
-    """((file, number), result of `read`) of the blocks of all files, read in parallel. Raises: as `read`.
-
-    place: index of this reader among `num_readers`, which share the blocks.
-    """
-
-    def read_one(block: tuple[str, int]) -> Result:
-        name, number = block
-        return read(storage, f"{folder}/{name}", manifest.files[name], number)
-
-    blocks = blocks_of(manifest)[place::num_readers]
-    yield from zip(blocks, in_order(read_one, blocks, _NUM_THREADS), strict=True)
-
-
 def blocks_of(manifest: Manifest) -> list[tuple[str, int]]:
     """(file, number) of all blocks, ordered by file name."""
     return [(name, number) for name, entry in sorted(manifest.files.items()) for number in block_numbers(entry)]
 
 
-def is_valid(
-    storage: Storage, folder: str, version: int | None = None, *, place: int = 0, num_readers: int = 1
-) -> bool:
-    """True if the folder exists, holds `version` (None: any), and every file matches its manifest. Reads every byte.
-
-    With several readers each checks its share of the blocks, and the folder is valid if all return True.
-    """
+def is_valid(storage: Storage, folder: str, version: int | None = None) -> bool:
+    """True if the folder exists, holds `version` (None: any), and every file matches its manifest. Reads every byte."""
     try:
         manifest = read_manifest(storage, folder)
         if manifest is None or version not in (None, manifest.version):
             return False
         # Every byte, since a size does not reveal a block that the disk returned wrong.
-        for _ in read_blocks(verify_block, storage, folder, manifest, place, num_readers):
+        for _ in verify_blocks(storage, folder, manifest, blocks_of(manifest)):
             pass
     except (NotFoundError, DamagedError):
         return False

@@ -34,7 +34,8 @@ import numpy as np
 from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.storage.base import Data, in_order
-from rftdask.synchronizer.manifest import BLOCK_BYTES, FileEntry, block_numbers, check_block, read_block, verify_block
+from rftdask.synchronizer import manifest as manifests
+from rftdask.synchronizer.manifest import BLOCK_BYTES, FileEntry, block_numbers, block_span, check_block
 from rftdask.synchronizer.published import Published, bases_of
 
 if TYPE_CHECKING:
@@ -162,8 +163,7 @@ class NodeCache:
             for (name, entry), block in zip(published.files, blocks, strict=True):
                 target, file = self._paths[name], -1
                 if not target.is_relative_to(self._folder):  # a file of a local storage, which stays in place
-                    verify = partial(verify_block, storage, f"{published.folder}/{name}", entry)
-                    _for_each(verify, block_numbers(entry))
+                    _for_each(partial(manifests.verify_block, storage, f"{published.folder}/{name}", entry), entry)
                     continue
                 if not target.exists():  # otherwise a link to a file on this machine
                     target.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ class NodeCache:
                         _mark(target, number).touch()
 
                 try:
-                    _for_each(take, block_numbers(entry))
+                    _for_each(take, entry)
                 finally:
                     if file >= 0:
                         os.close(file)
@@ -190,25 +190,30 @@ class NodeCache:
         (self._folder / _VERIFIED).write_text(json.dumps(self._state()))
 
 
-def _for_each(work: Callable[[int], None], numbers: Sequence[int]) -> None:
-    """Run `work` for each number, several in parallel."""
-    for _ in in_order(work, numbers, _NUM_READS):
+def _for_each(work: Callable[[int], object], entry: FileEntry) -> None:
+    """Run `work` for the number of each block of a file, several in parallel."""
+    for _ in in_order(work, block_numbers(entry), _NUM_READS):
         pass
 
 
-def _stored_blocks(storage: Storage, published: Published) -> list[Callable[[int], Data]]:
-    """Return a function per file that reads a block from storage by its number and verifies it."""
-    return [partial(read_block, storage, f"{published.folder}/{name}", entry) for name, entry in published.files]
+_Blocks: TypeAlias = list[Callable[[int], Data]]
+"""For each file a function that reads a block by its number and verifies it."""
+
+
+def _stored_blocks(storage: Storage, published: Published) -> _Blocks:
+    return [
+        partial(manifests.read_block, storage, f"{published.folder}/{name}", entry) for name, entry in published.files
+    ]
 
 
 def _in_memory_blocks(
     storage: Storage, published: Published, paths: Mapping[str, Path], transport: Transport | None, held: ExitStack
-) -> list[Callable[[int], Data]]:
+) -> _Blocks:
     """Like `_stored_blocks`, for files in the memory of ranks. Files of this machine are linked to `paths`.
 
     Raises: NotFoundError: a file is on another machine and there is no transport.
     """
-    blocks: list[Callable[[int], Data]] = []
+    blocks: _Blocks = []
     for name, entry in published.files:
         part = NodeCache.find(storage, published.part(name))
         if part is not None:
@@ -224,9 +229,7 @@ def _in_memory_blocks(
     return blocks
 
 
-def _rebuilt_blocks(
-    storage: Storage, published: Published, timeout_s: float, held: ExitStack
-) -> list[Callable[[int], Data]]:
+def _rebuilt_blocks(storage: Storage, published: Published, timeout_s: float, held: ExitStack) -> _Blocks:
     """Like `_stored_blocks`, for a delta. Its base stays locked until the stack closes.
 
     Raises: DamagedError: a base is missing or was replaced.
@@ -249,7 +252,7 @@ def _rebuilt_blocks(
         copy = NodeCache(storage, link.changes, timeout_s)
         held.callback(copy.close)
         deltas.append([DeltaFile(path) for path in copy.files])
-    makers: list[Callable[[int], Data]] = []
+    makers: _Blocks = []
     for (name, entry), path, changes in zip(published.files, base.files, zip(*deltas, strict=True), strict=True):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         held.callback(os.close, file)
@@ -262,8 +265,8 @@ def _make_block(path: str, entry: FileEntry, base: int, deltas: Sequence[DeltaFi
 
     Raises: DamagedError: the result does not match `entry`.
     """
-    start = number * BLOCK_BYTES
-    data = bytearray(min(BLOCK_BYTES, entry.size_bytes - start))
+    start, stop = block_span(entry, number)
+    data = bytearray(stop - start)
     os.preadv(base, [data], start)
     words = np.frombuffer(data, np.uint16)
     for delta in deltas:

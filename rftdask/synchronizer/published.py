@@ -18,14 +18,16 @@ from typing import Any
 
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
-from rftdask.storage.base import Data, numbers_in
+from rftdask.storage.base import numbers_in
 from rftdask.synchronizer.fingerprint import Fingerprint
-from rftdask.synchronizer.manifest import FileEntry, Manifest, is_valid, read_manifest, remove_folder, write_folder
+from rftdask.synchronizer.manifest import FileEntry, Manifest, entries_to_json, is_valid, read_manifest, remove_folder
 
 WEIGHTS_POINTER = "latest_state_dict_iteration.txt"
 CHECKPOINT_POINTER = "latest_checkpointed_iteration.txt"
 REQUEST_FILE = "control/requested_version.txt"
+"""Request of weights of this version or newer (explorer_driven)."""
 WHOLE_FILE = "control/whole_version.txt"
+"""Request of the complete files of this version, whose base or in-memory copies are out of reach."""
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 """Index from tensor to file, for Hugging Face readers, if several ranks wrote. Engines do not need it."""
@@ -35,7 +37,6 @@ CHECKPOINT_MODEL_FILE = f"{CHECKPOINT_FOLDER}/{MODEL_FILE}"
 """Weights in a checkpoint written by one rank; several ranks use the names of `model_file`."""
 CHECKPOINT_ADAPTER_FOLDER = "actor/lora_adapter"
 """Replaces the model's files in a checkpoint if only adapters are trained."""
-_ADAPTERS = f"{CHECKPOINT_ADAPTER_FOLDER}/"
 _MODEL_FILES = re.compile(rf"{CHECKPOINT_FOLDER}/model(-\d+-of-\d+)?\.safetensors")
 _DELTA = "delta"
 """Manifest key of a version stored as a delta: `Delta` and the entries of the complete files."""
@@ -144,49 +145,10 @@ def move_pointer(storage: Storage, pointer: str, number: int) -> bool:
     return True
 
 
-def restore_pointer(storage: Storage, version: int) -> bool:
-    """Move a lost or outdated pointer to `version`, which was published before. Reads all of its files.
-
-    Returns: False if the weights are gone or damaged.
-    """
-    if not is_loadable(storage, version):
-        return False
-    move_pointer(storage, WEIGHTS_POINTER, version)
-    return True
-
-
-def publish_weights(
-    storage: Storage,
-    version: int,
-    data: Data | Mapping[str, Data],
-    lineage: str,
-    fingerprint: Fingerprint | None = None,
-) -> Published:
-    """Make `data` the weights of `version`, then move the pointer.
-
-    Args:
-        data: state dict in safetensors format, or a mapping of file name to bytes.
-        fingerprint: fingerprint of these weights, stored in the manifest.
-
-    An existing intact version is kept: explorers may be reading it, and a resumed trainer that repeats the step has
-    computed the same weights.
-    """
-    published = read_published(storage, version)
-    # Written again if a file is damaged: the same step gives the same bytes.
-    if published is None or not is_loadable(storage, version):
-        files = data if isinstance(data, Mapping) else {MODEL_FILE: data}
-        extra = fingerprint_extra(fingerprint)
-        manifest = write_folder(storage, weights_folder(version), files, lineage=lineage, version=version, extra=extra)
-        published = published_as(manifest, weights_folder(version))
-    # Last: a kill before this line leaves a valid folder without a pointer, which the resumed trainer keeps.
-    move_pointer(storage, WEIGHTS_POINTER, version)
-    return published
-
-
 def delta_extra(delta: Delta, whole: Mapping[str, FileEntry]) -> dict[str, Any]:
     """Manifest `extra` of a version stored as a delta. whole: entries of the complete files."""
     origin = {"base": delta.base, "base_hash": delta.base_hash, "whole": delta.whole}
-    return {_DELTA: {**origin, "files": {name: entry.to_json() for name, entry in whole.items()}}}
+    return {_DELTA: {**origin, "files": entries_to_json(whole)}}
 
 
 def held_extra(held: InMemoryWeights) -> dict[str, Any]:
@@ -230,38 +192,26 @@ def read_published(storage: Storage, version: int) -> Published | None:
 
 
 def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:
-    """Policy weights in a checkpoint folder, in the form of a publication. None: the checkpoint is not valid (yet)."""
+    """Read `checkpoint_weights`. None: the checkpoint is not valid (yet)."""
     manifest = _try_manifest(storage, folder)
-    if manifest is None:
-        return None
-    files = tuple(sorted(_weight_files(manifest).items()))
+    return None if manifest is None else checkpoint_weights(manifest, folder)
+
+
+def checkpoint_weights(manifest: Manifest, folder: str) -> Published | None:
+    """Policy weights in the checkpoint of `folder`, in the form of a publication. None: it has no known weight files.
+
+    The content hash is that of the publication: experiences record it, wherever the engine loaded from.
+    """
+    adapters = [name for name in manifest.files if name.startswith(f"{CHECKPOINT_ADAPTER_FOLDER}/")]
+    files = {name: manifest.files[name] for name in sorted(adapters or model_files(manifest.files))}
     if not files:
         return None
-    content_hash = hash_as_published(manifest)
-    return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint_of(manifest))
-
-
-def hash_as_published(checkpoint: Manifest) -> str:
-    """Content hash of a checkpoint's policy as published. Experiences record it, wherever the engine loaded from."""
-    # Weights published in another data type are other bytes, so the publisher records their hash.
-    return str(checkpoint.extra.get(WEIGHTS_HASH) or as_published(checkpoint).content_hash)
-
-
-def as_published(checkpoint: Manifest) -> Manifest:
-    """Manifest of a checkpoint's policy, with the file names used for publishing."""
-    # The content hash covers names, so the folders of a checkpoint are removed from them.
-    files = {name.rpartition("/")[2]: entry for name, entry in _weight_files(checkpoint).items()}
-    return replace(checkpoint, files=files)
-
-
-def _weight_files(checkpoint: Manifest) -> dict[str, FileEntry]:
-    adapters = {name: entry for name, entry in checkpoint.files.items() if name.startswith(_ADAPTERS)}
-    return adapters or {name: checkpoint.files[name] for name in model_files(checkpoint.files)}
-
-
-def hash_of_weights(manifest: Manifest) -> str:
-    """Content hash of the complete published weights, also for deltas. Raises: DamagedError."""
-    return published_as(manifest, "").content_hash
+    # The hash covers names, so the folders of a checkpoint are removed from them. Weights published in another data
+    # type are other bytes, so the trainer records their hash.
+    bare = replace(manifest, files={name.rpartition("/")[2]: entry for name, entry in files.items()})
+    content_hash = str(manifest.extra.get(WEIGHTS_HASH) or bare.content_hash)
+    fingerprint = fingerprint_of(manifest)
+    return Published(manifest.version, manifest.lineage, content_hash, folder, tuple(files.items()), fingerprint)
 
 
 def published_as(manifest: Manifest, folder: str) -> Published:
@@ -306,25 +256,15 @@ def latest_published(storage: Storage) -> Published | None:
     return None if version is None else read_published(storage, version)
 
 
-def request_version(storage: Storage, version: int) -> None:
-    """Request weights of `version` or newer from the trainer (explorer_driven)."""
-    storage.put(REQUEST_FILE, f"{version}\n".encode())
+def request_version(storage: Storage, version: int, file: str = REQUEST_FILE) -> None:
+    """Request a version from the trainer, by one of the files above."""
+    storage.put(file, f"{version}\n".encode())
 
 
-def read_requested_version(storage: Storage) -> int:
+def read_requested_version(storage: Storage, file: str = REQUEST_FILE) -> int:
     """Requested version. 0: no request."""
-    # A damaged request is ignored; the explorer's next request replaces it.
-    return read_pointer(storage, REQUEST_FILE) or 0
-
-
-def request_whole(storage: Storage, version: int) -> None:
-    """Request the complete files of `version` from the trainer: its base or its in-memory copies are out of reach."""
-    storage.put(WHOLE_FILE, f"{version}\n".encode())
-
-
-def read_requested_whole(storage: Storage) -> int:
-    """Version whose complete files are requested. 0: no request."""
-    return read_pointer(storage, WHOLE_FILE) or 0
+    # A damaged request is ignored; the next request replaces it.
+    return read_pointer(storage, file) or 0
 
 
 def published_versions(storage: Storage) -> list[int]:

@@ -11,57 +11,22 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rftdask.errors import RftError, StorageError
+from rftdask.processes.ranks import Ranks
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
+from rftdask.synchronizer import manifest as manifests
+from rftdask.synchronizer import published as publications
 from rftdask.synchronizer.delta import ENDING, compute_delta
 from rftdask.synchronizer.fingerprint import Fingerprint
-from rftdask.synchronizer.manifest import FileEntry, Manifest, check_reports, commit_folder, failure, put_files
-from rftdask.synchronizer.published import (
-    INDEX_FILE,
-    WEIGHTS_POINTER,
-    Delta,
-    InMemoryWeights,
-    Published,
-    delta_extra,
-    fingerprint_extra,
-    held_extra,
-    is_loadable,
-    move_pointer,
-    published_as,
-    published_versions,
-    read_published,
-    weights_folder,
-)
+from rftdask.synchronizer.manifest import FileEntry, Manifest, put_files
+from rftdask.synchronizer.published import WEIGHTS_POINTER, Delta, InMemoryWeights, Published
 from rftdask.synchronizer.tensor_heads import read_head
 from rftdask.synchronizer.transports.memory import InMemoryPublisher
 
 log = logging.getLogger(__name__)
-
-
-class Writers(Protocol):
-    """Ranks that publish together, such as `trainer.ranks.Ranks`."""
-
-    rank: int
-    size: int
-
-    def broadcast(self, message: Any) -> Any:
-        """Message of rank 0, on every rank. JSON types only."""
-
-    def all_gather(self, message: Any) -> list[Any]:
-        """Messages of all ranks, in rank order. JSON types only."""
-
-
-class _SingleWriter:
-    rank, size = 0, 1
-
-    def broadcast(self, message: Any) -> Any:
-        return message
-
-    def all_gather(self, message: Any) -> list[Any]:
-        return [message]
 
 
 @dataclass(frozen=True)
@@ -88,7 +53,7 @@ class Publisher:
         storage: Storage,
         lineage: str,
         full_publish_interval: int = 1,
-        writers: Writers | None = None,
+        writers: Ranks | None = None,
         holder: InMemoryPublisher | None = None,
     ) -> None:
         """
@@ -99,7 +64,7 @@ class Publisher:
             holder: keeps the files of this rank in memory until `write_held`. None: write them at once.
         """
         self._storage, self._lineage, self._interval = storage, lineage, full_publish_interval
-        self._writers: Writers = writers or _SingleWriter()
+        self._writers = writers or Ranks()
         self._holder = holder
         self._last: _Written | None = None
         self._spare: Mapping[str, Data] = {}
@@ -117,14 +82,14 @@ class Publisher:
         Raises: StorageError: on all ranks, if one rank cannot write.
         """
         last, self._last = self._last, None
-        exists = self._writers.rank == 0 and is_loadable(self._storage, version)
+        exists = self._writers.rank == 0 and publications.is_loadable(self._storage, version)
         if self._writers.broadcast(exists):
             # Its bytes may differ from `files` if steps are not bit-repeatable, so it cannot be the base of a delta.
-            existing = read_published(self._storage, version)
+            existing = publications.read_published(self._storage, version)
             if existing is None:
-                raise StorageError(f"the manifest of {weights_folder(version)} vanished while it was read")
+                raise StorageError(f"the manifest of {publications.weights_folder(version)} vanished while it was read")
             if self._writers.rank == 0:
-                move_pointer(self._storage, WEIGHTS_POINTER, version)
+                publications.move_pointer(self._storage, WEIGHTS_POINTER, version)
             self._spare = files
             return existing
         names = self._writers.all_gather(list(files))
@@ -163,7 +128,7 @@ class Publisher:
         """Write all in-memory versions that are still listed to storage, then release them. Raises: as `publish`."""
         if self._holder is None:
             return
-        self._holder.keep(self._writers.broadcast(published_versions(self._storage)))
+        self._holder.keep(self._writers.broadcast(publications.published_versions(self._storage)))
         for version in self._holder.versions:
             self._write(version, self._holder.files(version), {}, self._holder.fingerprint(version), None)
             self._holder.release(version)
@@ -174,28 +139,23 @@ class Publisher:
         """Keep the files of this rank in memory; rank 0 writes the manifest. None: a rank lacks memory."""
         try:
             entries = holder.hold(version, files, fingerprint)
-            report = {"stored": _to_json(entries), "address": holder.address}
+            report = {"stored": manifests.entries_to_json(entries), "address": holder.address}
         except StorageError as error:
             log.warning("version %d is written to storage instead of memory: %s", version, error)
-            report = failure(error)
+            report = manifests.failure(error)
         reports = self._writers.all_gather(report)
         if any("error" in report for report in reports):
             holder.release(version)
             return None
         addresses = {name: report["address"] for report in reports for name in report["stored"] if report["address"]}
-        manifest = Manifest(
-            self._lineage,
-            version,
-            _from_json([report["stored"] for report in reports]),
-            fingerprint_extra(fingerprint) | held_extra(InMemoryWeights(tuple(addresses.items()))),
-        )
-        if self._writers.rank == 0:
-            # Hash and fingerprint go to storage before any engine loads the version, and outlive the ranks.
-            commit_folder(self._storage, weights_folder(version), manifest)
-            move_pointer(self._storage, WEIGHTS_POINTER, version)
+        stored = manifests.entries_from_json(*(report["stored"] for report in reports))
+        held = InMemoryWeights(tuple(addresses.items()))
+        extra = publications.fingerprint_extra(fingerprint) | publications.held_extra(held)
+        # Hash and fingerprint go to storage before any engine loads the version, and outlive the ranks.
+        published = self._commit(Manifest(self._lineage, version, stored, extra))
         # Versions that the explorer has removed meanwhile are no longer needed.
-        holder.keep(self._writers.broadcast(published_versions(self._storage)))
-        return published_as(manifest, weights_folder(version))
+        holder.keep(self._writers.broadcast(publications.published_versions(self._storage)))
+        return published
 
     def _write(
         self,
@@ -206,38 +166,44 @@ class Publisher:
         base: Published | None,
     ) -> Published:
         """Write the files of this rank, or `deltas` if there is a base; rank 0 writes the manifest after all ranks."""
-        folder = weights_folder(version)
+        folder = publications.weights_folder(version)
         report: dict[str, Any] = {}
         try:
             stored = put_files(self._storage, folder, files if base is None else deltas)
             whole = stored if base is None else {name: FileEntry.of(data) for name, data in files.items()}
-            report = {"stored": _to_json(stored), "whole": _to_json(whole)}
+            report = {"stored": manifests.entries_to_json(stored), "whole": manifests.entries_to_json(whole)}
             if self._writers.size > 1:
                 report["tensors"] = {name: _tensors_in(data) for name, data in files.items()}
         except RftError as error:
             if self._writers.size == 1:
                 raise
-            report = failure(error)
+            report = manifests.failure(error)
         # Also a barrier: the manifest below lists files of every rank.
         reports = self._writers.all_gather(report)
-        check_reports(reports, f"version {version}")
-        entries, complete = (_from_json([report[key] for report in reports]) for key in ("stored", "whole"))
-        extra = fingerprint_extra(fingerprint)
+        manifests.check_reports(reports, f"version {version}")
+        entries, complete = (
+            manifests.entries_from_json(*(report[key] for report in reports)) for key in ("stored", "whole")
+        )
+        extra = publications.fingerprint_extra(fingerprint)
         if base is not None:
             end = base.version if base.delta is None else base.delta.whole
-            extra |= delta_extra(Delta(base.version, base.content_hash, end, ()), complete)
+            extra |= publications.delta_extra(Delta(base.version, base.content_hash, end, ()), complete)
         elif sum(bool(report["whole"]) for report in reports) > 1:  # files of one rank, such as adapters, need no index
             index = _index(reports, complete)
             # All ranks compute the same bytes, and rank 0 writes them.
-            entries[INDEX_FILE] = FileEntry.of(index)
+            entries[publications.INDEX_FILE] = FileEntry.of(index)
             if self._writers.rank == 0:
-                put_files(self._storage, folder, {INDEX_FILE: index})
-        manifest = Manifest(self._lineage, version, entries, extra)
+                put_files(self._storage, folder, {publications.INDEX_FILE: index})
+        return self._commit(Manifest(self._lineage, version, entries, extra))
+
+    def _commit(self, manifest: Manifest) -> Published:
+        """Write the manifest of a version on rank 0, whose files are written or in memory, then move the pointer."""
+        folder = publications.weights_folder(manifest.version)
         if self._writers.rank == 0:
-            commit_folder(self._storage, folder, manifest)
+            manifests.commit_folder(self._storage, folder, manifest)
             # Last: a kill before this line leaves a valid folder without a pointer, which the resumed trainer keeps.
-            move_pointer(self._storage, WEIGHTS_POINTER, version)
-        return published_as(manifest, folder)
+            publications.move_pointer(self._storage, WEIGHTS_POINTER, manifest.version)
+        return publications.published_as(manifest, folder)
 
 
 def _compute_deltas(old: Mapping[str, Data], new: Mapping[str, Data]) -> dict[str, bytes] | None:
@@ -251,14 +217,6 @@ def _compute_deltas(old: Mapping[str, Data], new: Mapping[str, Data]) -> dict[st
             return None
         deltas[name + ENDING] = delta
     return deltas
-
-
-def _to_json(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
-    return {name: entry.to_json() for name, entry in entries.items()}
-
-
-def _from_json(parts: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
-    return {name: FileEntry.from_json(entry) for part in parts for name, entry in part.items()}
 
 
 def _tensors_in(file: Data) -> list[str]:

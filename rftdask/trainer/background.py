@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 class Background:
     """Example:
-    published = background.start(lambda: publish_weights(...))   # waits for the previous job
+    published = background.start(lambda: publisher.publish(...))   # waits for the previous job
     background.check()                                           # raises its error once it has failed
     background.flush()                                           # waits for the last job
     """

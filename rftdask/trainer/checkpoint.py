@@ -16,34 +16,14 @@ from typing import Any
 
 from rftdask.buffer.log.retention import ResumePoint
 from rftdask.errors import DamagedError, NotFoundError, RftError
+from rftdask.processes.ranks import Ranks
 from rftdask.storage import Storage
 from rftdask.storage.base import Data, numbers_in
 from rftdask.storage.checked_json import parse_object
-from rftdask.synchronizer.manifest import (
-    BLOCK_BYTES,
-    FileEntry,
-    Manifest,
-    block_numbers,
-    block_span,
-    blocks_of,
-    check_reports,
-    commit_folder,
-    extend_folder,
-    failure,
-    is_valid,
-    put_files,
-    read_block,
-    read_blocks,
-    read_file,
-    read_manifest,
-    remove_folder,
-    stream_block,
-    stream_blocks,
-)
+from rftdask.synchronizer import manifest as manifests
+from rftdask.synchronizer.manifest import Manifest, is_valid, put_files, read_file, read_manifest
 from rftdask.synchronizer.published import CHECKPOINT_POINTER, move_pointer
-from rftdask.synchronizer.tensor_heads import head_bytes
 from rftdask.trainer.background import Background
-from rftdask.trainer.ranks import Ranks
 
 INTERIM = "interim"
 """Key in the manifest of a checkpoint that is removed when newer ones exist."""
@@ -85,31 +65,30 @@ def oldest_resume_point(storage: Storage) -> ResumePoint | None:
 class CheckpointFiles(Mapping[str, bytes]):
     """Files of a checkpoint, which are read and verified on access; only heads are held in memory.
 
-    Raises: NotFoundError, DamagedError: on any read, as `read_file`.
+    All blocks of a file but its last have one length. Raises: NotFoundError, DamagedError: on any read, as `read_file`.
     """
 
     def __init__(self, storage: Storage, folder: str, manifest: Manifest, heads: Mapping[str, bytes]) -> None:
         """heads: verified heads of tensor files, by file name; other heads are read on demand."""
         self._storage, self._folder, self._manifest, self._heads = storage, folder, manifest, heads
-        self.blocks = blocks_of(manifest)
-        """(file, number) of every block."""
+        self.blocks = manifests.blocks_of(manifest)
+        """(file, number) of every block; block i belongs to rank i % size, which has the head of its file."""
 
     def __getitem__(self, name: str) -> bytes:
-        path, entry = f"{self._folder}/{name}", self._manifest.files[name]
-        return b"".join(read_block(self._storage, path, entry, number) for number in block_numbers(entry))
+        return read_file(self._storage, self._folder, self._manifest, name)
 
     def head(self, name: str) -> bytes:
-        """See `ChunkedReader`."""
-        head = self._heads.get(name)
-        return _verify(self._storage, f"{self._folder}/{name}", self._manifest.files[name], 0) if head is None else head
+        """Return the beginning of a tensor file, up to the first byte of its tensors."""
+        entry, head = self._manifest.files[name], self._heads.get(name)
+        return manifests.verify_block(self._storage, f"{self._folder}/{name}", entry, 0) if head is None else head
 
     def span(self, name: str, number: int) -> tuple[int, int]:
-        """See `ChunkedReader`."""
-        return block_span(self._manifest.files[name], number)
+        """Return the first byte of a block in its file, and the byte after its last."""
+        return manifests.block_span(self._manifest.files[name], number)
 
     def stream(self, blocks: Sequence[tuple[str, int]]) -> Iterator[Data]:
-        """See `ChunkedReader`."""
-        return stream_blocks(self._storage, self._folder, self._manifest, blocks)
+        """Yield blocks one after another, each in pieces of PIECE_BYTES; damage is raised before the last piece."""
+        return manifests.stream_blocks(self._storage, self._folder, self._manifest, blocks)
 
     def __contains__(self, name: object) -> bool:
         return name in self._manifest.files  # the inherited one would read it
@@ -119,17 +98,6 @@ class CheckpointFiles(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._manifest.files)
-
-
-def _verify(storage: Storage, path: str, entry: FileEntry, number: int) -> bytes:
-    """Verify a block; returns the head of the file if this is the first block of a tensor file, else b""."""
-    head, size = bytearray(), BLOCK_BYTES if number == 0 and path.endswith(".safetensors") else 0
-    for piece in stream_block(storage, path, entry, number):
-        if len(head) < size:
-            head += piece
-            size = min(size, head_bytes(bytes(head[:8])))
-            del head[size:]
-    return bytes(head)
 
 
 def turns_of(strategy: str, hosts: Sequence[str]) -> list[int]:
@@ -244,24 +212,23 @@ class Checkpoints:
                 self._writers.all_gather(None)  # waits for the ranks of the previous turn; a call of all ranks
             if turn == self._turns[self._writers.rank]:
                 try:
-                    entries = put_files(self._storage, folder, files)
-                    report = {"files": {name: entry.to_json() for name, entry in entries.items()}}
+                    report = {"files": manifests.entries_to_json(put_files(self._storage, folder, files))}
                 except RftError as error:
                     if self.ranks.size == 1:
                         raise
-                    report = failure(error)
+                    report = manifests.failure(error)
         # Also waits until all ranks have written.
         reports = self._writers.all_gather(report)
         self._spare = files
-        check_reports(reports, f"checkpoint {step}")
+        manifests.check_reports(reports, f"checkpoint {step}")
         if not self.ranks.is_rank0:
             return
-        all_entries = {name: FileEntry.from_json(entry) for r in reports for name, entry in r["files"].items()}
+        all_entries = manifests.entries_from_json(*(report["files"] for report in reports))
         # State, manifest, pointer: a kill in between leaves the previous checkpoint as the newest.
         all_entries |= put_files(self._storage, folder, {STATE_FILE: json.dumps(state, sort_keys=True).encode()})
         # Engines that evaluate the checkpoint read the fingerprint from the manifest.
         extra |= {key: value for key, value in state.items() if key == "fingerprint"} | dict(relies_on())
-        commit_folder(self._storage, folder, Manifest(self._lineage, step, all_entries, extra))
+        manifests.commit_folder(self._storage, folder, Manifest(self._lineage, step, all_entries, extra))
         self._settle(step)
         self.on_commit(step)
 
@@ -282,7 +249,7 @@ class Checkpoints:
         missing = {name: data for name, data in files.items() if name not in manifest.files}
         extra = {key: value for key, value in manifest.extra.items() if interim or key != INTERIM}
         if missing or extra != manifest.extra:
-            extend_folder(self._storage, checkpoint_folder(step), replace(manifest, extra=extra), missing)
+            manifests.extend_folder(self._storage, checkpoint_folder(step), replace(manifest, extra=extra), missing)
 
     def load_newest(self) -> tuple[int, dict[str, Any], Mapping[str, bytes]] | None:
         """Return (step, state, files) of the newest valid checkpoint, the same on all ranks; None: none exists.
@@ -314,8 +281,9 @@ class Checkpoints:
             manifest = read_manifest(self._storage, folder)
             if manifest is None or manifest.version != step:
                 return None
-            blocks = read_blocks(_verify, self._storage, folder, manifest, self.ranks.rank, self.ranks.size)
-            heads = {name: head for (name, _), head in blocks if head}
+            own = manifests.blocks_of(manifest)[self.ranks.rank :: self.ranks.size]
+            verified = zip(own, manifests.verify_blocks(self._storage, folder, manifest, own), strict=True)
+            heads = {name: head for (name, _), head in verified if head}
         except (NotFoundError, DamagedError):
             return None
         # Equal step numbers of two lineages mean different weights.
@@ -333,7 +301,7 @@ class Checkpoints:
         # One interim checkpoint stays, in case the newest one is damaged.
         surplus += [step for step in older if self._is_interim(step)][:-1]
         for step in dict.fromkeys(surplus):
-            remove_folder(self._storage, checkpoint_folder(step))
+            manifests.remove_folder(self._storage, checkpoint_folder(step))
 
     def _is_interim(self, step: int) -> bool:
         if step not in self._interim:

@@ -57,7 +57,7 @@ def summary(data: bytes) -> str:
     """Return the last call of each group of ranks. Raises: ValueError: `data` is not a record of torch.
 
     Example: "its last call in default_pg was number 7, nccl:all_reduce of [[4096]] Float, started and not completed, at
-    rftdask/trainer/ranks.py:52"
+    rftdask/trainer/process_ranks.py:63"
     """
     try:
         entries: list[dict[str, Any]] = _Plain(io.BytesIO(data)).load()["entries"]

@@ -19,10 +19,10 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any
 
 import psutil
-from distributed import Future, KilledWorker, Worker, get_worker
+from distributed import Client, Future, KilledWorker, Worker, get_worker
 
 from rftdask.errors import (
     EmptyBatchError,
@@ -38,7 +38,7 @@ from rftdask.errors import (
 )
 from rftdask.monitor.events import CODEC, Ended
 from rftdask.processes.child import LOG_LEVEL, Child
-from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, fetch, host_of, make_cancel_check, workers_of
+from rftdask.processes.dask_task import LEAVING_TOPIC, fetch, host_of, make_cancel_check, workers_of
 from rftdask.synchronizer.transports.dask_broadcast import serve_blocks
 from rftdask.trainer.flight_recorder import forget, left_behind, recording
 
@@ -63,44 +63,6 @@ _LOSSES = (ProcessLostError, StorageError, KilledWorker, CancelledError, OSError
 CancelledError and OSError (including TimeoutError and broken connections) for a lost worker."""
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class GangClient(AsksScheduler, Protocol):
-    """The part of a `distributed.Client` that runs a gang."""
-
-    def submit(
-        self,
-        func: Callable[[RankSpec, str], Ended],
-        spec: RankSpec,
-        address: str,
-        /,
-        *,
-        key: str,
-        workers: list[str],
-        allow_other_workers: bool,
-        pure: bool,
-        retries: int,
-        priority: int,
-    ) -> Future[Ended]:
-        """Submit a supervisor to one of `workers`."""
-
-    def run(
-        self,
-        function: Callable[[Worker], T],
-        /,
-        *,
-        workers: list[str] | None = None,
-        on_error: Literal["raise", "ignore"] = "raise",
-    ) -> Mapping[str, T]:
-        """Call the function in the worker processes, outside of tasks; returns results by address."""
-
-    def cancel(self, futures: Sequence[Future[Ended]], *, force: bool) -> None:
-        """Cancel the tasks; a running task continues until it checks."""
-
-    def get_events(self, topic: str) -> Sequence[tuple[float, Any]]:
-        """Return (time, message) of the workers' reports on a topic."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +166,7 @@ class Gang:
     Example: Gang(client=client, spec=spec, max_restarts=3, ...).run() == Ended(step=40, stopped=False)
     """
 
-    client: GangClient
+    client: Client
     spec: RankSpec
     """Spec of the ranks, without number and rendezvous."""
     max_restarts: int

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rftdask.data.images import ImageProcessor
-from rftdask.trainer.ranks import Ranks
+from rftdask.processes.ranks import Ranks
 
 if TYPE_CHECKING:
     from rftdask.trainer.sequence import SequenceSplit

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftdask.errors import PeerLostError, RoleError
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer import flight_recorder
-from rftdask.trainer.ranks import Ranks
 
 
 class ProcessRanks(Ranks):

@@ -57,7 +57,7 @@ from rftdask.processes.device_lock import DeviceLock
 from rftdask.processes.gpus import out_of_memory, set_device, use_device
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.published import read_requested_version, read_requested_whole
+from rftdask.synchronizer.published import WHOLE_FILE, read_requested_version
 from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
 from rftdask.synchronizer.transports.group_broadcast import RendezvousServer
 from rftdask.synchronizer.transports.memory import InMemoryPublisher
@@ -203,7 +203,7 @@ def build_trainer(
         if version == last_whole or now - whole_read_s < _POLL_INTERVAL_S:
             return False
         whole_read_s = now
-        requested = read_requested_whole(storage)
+        requested = read_requested_version(storage, WHOLE_FILE)
         # Only the newest delta is kept as bytes; a holder also has older versions.
         if requested == last_whole or (requested != version and (holder is None or requested > version)):
             return False

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rftdask.trainer.ranks import Ranks
+from rftdask.processes.ranks import Ranks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Layers are compiled, exchanges between ranks are not. PyTorch's decorator is untyped.

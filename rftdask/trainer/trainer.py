@@ -21,7 +21,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from safetensors.numpy import load, save
@@ -32,25 +32,19 @@ from rftdask.buffer.batches.source import BatchNotReady, BatchSource
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.errors import StorageError
 from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Started, StepFinished, WeightsPublished
+from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.device_lock import DeviceLock
+from rftdask.processes.ranks import Ranks
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
+from rftdask.synchronizer import published as publications
 from rftdask.synchronizer.fingerprint import Fingerprint
-from rftdask.synchronizer.published import (
-    WEIGHTS_HASH,
-    Published,
-    fingerprint_extra,
-    held_versions,
-    published_versions,
-    remove_weights_below,
-    restore_pointer,
-)
+from rftdask.synchronizer.published import WEIGHTS_POINTER, Published
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from rftdask.trainer.background import Background
 from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints, checkpoint_steps
 from rftdask.trainer.engines.base import TrainEngine
-from rftdask.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -68,16 +62,6 @@ Action: TypeAlias = tuple[Literal["train", "publish", "whole", "wait", "stop", "
 end on request; end: all steps are trained."""
 
 
-class MetricsSink(Protocol):
-    """Metrics of each step, written by rank 0; `flush` makes them durable."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the row of a step, or replace it."""
-
-    def flush(self) -> None:
-        """Make the rows durable. Raises: StorageError."""
-
-
 @dataclass
 class Trainer:
     """Runs the loop on one rank.
@@ -89,7 +73,8 @@ class Trainer:
     source: BatchSource
     checkpoints: Checkpoints
     storage: Storage
-    metrics: MetricsSink
+    metrics: MetricsWriter | None
+    """Metrics of each step, written by rank 0. None: they are not recorded."""
     section: TrainerConfig
     total_steps: int | None
     """None: until the source ends."""
@@ -123,7 +108,7 @@ class Trainer:
     """Lock on a GPU shared with an engine, already held at construction. None: the GPU is not shared."""
     device_timeout_s: float = 3600.0
     """Seconds to wait for the lock."""
-    eval_metrics: MetricsSink | None = None
+    eval_metrics: MetricsWriter | None = None
     """Metrics of the held-out rows, by the step of the weights."""
 
     def __post_init__(self) -> None:
@@ -232,7 +217,8 @@ class Trainer:
                         "step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row)
                     )
                     # After the checkpoint: a step repeated after a crash writes its row again, and the newer row wins.
-                    self.metrics.write(step, row)
+                    if self.metrics is not None:
+                        self.metrics.write(step, row)
                     self.emit(StepFinished("trainer", step, row))
                 if self.section.eval_interval and step % self.section.eval_interval == 0:
                     self._evaluate(step)
@@ -243,7 +229,6 @@ class Trainer:
             return Ended(step, stopped=action == "stop")
 
     def _leave_device(self) -> None:
-        """Leave the device to the engines that share it. On all ranks."""
         if self.device_lock is not None and self.device_lock.held:
             self.engine.leave_device()
             self.device_lock.release()
@@ -331,7 +316,7 @@ class Trainer:
         """Load the newest checkpoint, and return its step; 0: no checkpoint exists."""
         newest = self.checkpoints.load_newest()
         if self.ranks.is_rank0 and self.publish_due is not None:
-            self._lost_versions = held_versions(self.storage, 0 if newest is None else newest[0])
+            self._lost_versions = publications.held_versions(self.storage, 0 if newest is None else newest[0])
         if newest is None:
             return 0
         step, state, files = newest
@@ -342,9 +327,11 @@ class Trainer:
         self._saved = step
         self._published = min(step, state["published"])
         # After a kill between manifest and pointer, explorers would wait for a version that exists.
-        restores = self.ranks.is_rank0 and self.publish_due is not None and self._published > 0
-        if restores and not restore_pointer(self.storage, self._published):
-            self._published = 0  # the publication is damaged: publish again
+        if self.ranks.is_rank0 and self.publish_due is not None and self._published > 0:
+            if publications.is_loadable(self.storage, self._published):
+                publications.move_pointer(self.storage, WEIGHTS_POINTER, self._published)
+            else:
+                self._published = 0  # the publication is damaged: publish again
         return step
 
     def _publish(self, step: int) -> None:
@@ -361,7 +348,7 @@ class Trainer:
 
     def _delete_unnamed(self) -> None:
         if self.engine.is_hosted:
-            self.engine.keep_only(published_versions(self.storage), checkpoint_steps(self.storage))
+            self.engine.keep_only(publications.published_versions(self.storage), checkpoint_steps(self.storage))
 
     def _publish_whole(self, step: int) -> None:
         """Write the last publication in full, instead of its delta or a copy in memory."""
@@ -387,8 +374,8 @@ class Trainer:
             return published
         if self.max_weights_to_keep:
             # Explorers of other runs read at their own pace, so only the number of versions is bounded.
-            kept = published_versions(self.storage)[-self.max_weights_to_keep :]
-            remove_weights_below(self.storage, kept[0])
+            kept = publications.published_versions(self.storage)[-self.max_weights_to_keep :]
+            publications.remove_weights_below(self.storage, kept[0])
         self.emit(WeightsPublished(step, published.content_hash))
         return published
 
@@ -411,9 +398,20 @@ class Trainer:
         if self.section.save_hf_checkpoint == "always" or (last and self.section.save_hf_checkpoint == "last"):
             files.update(self._export())
         progress = {"step": step, "lineage": self.lineage, "published": self._published}
-        state = {**progress, "source": self.source.state_dict(), **fingerprint_extra(self._fingerprint_of(step))}
+        state = {**progress, "source": self.source.state_dict()}
+        state |= publications.fingerprint_extra(self._fingerprint_of(step))
         # Held publications are written too: a resumed trainer only repeats those after this step.
-        relies_on = partial(_wait_for, step, self._publication, self._write_held())
+        written, publication = self._write_held(), self._publication
+
+        def relies_on() -> dict[str, str]:
+            if written is not None:
+                written.result()
+            if publication is None:
+                return {}
+            published = publication[1].result()
+            # Weights in a checkpoint may have another data type, and so another hash.
+            return {publications.WEIGHTS_HASH: published.content_hash} if publication[0] == step else {}
+
         self.checkpoints.save(step, files, state, relies_on, interim=interim and not self._is_of_interval(step))
         self._saved, self._saved_s = step, time.monotonic()
 
@@ -450,24 +448,8 @@ class Trainer:
             exported = self._export() if self.section.save_hf_checkpoint == "last" else {}
             if self.ranks.is_rank0:
                 self.checkpoints.complete(step, exported, interim=stopped)
-        if self.ranks.is_rank0:
+        if self.ranks.is_rank0 and self.metrics is not None:
             self.metrics.flush()
-
-
-def _wait_for(
-    step: int, publication: tuple[int, Future[Published]] | None, written: Future[None] | None
-) -> dict[str, str]:
-    """Wait until the publications that a checkpoint of `step` refers to are written, so that a resumed run finds them.
-
-    Returns: the hash of the weights, for the manifest, if they are those of `step`. Raises: errors of the writes.
-    """
-    if written is not None:
-        written.result()
-    if publication is None:
-        return {}
-    published = publication[1].result()
-    # Weights in a checkpoint may have another data type, and so another hash.
-    return {WEIGHTS_HASH: published.content_hash} if publication[0] == step else {}
 
 
 def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[str, float]:

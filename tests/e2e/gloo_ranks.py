@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.process_ranks import ProcessRanks
-from rftdask.trainer.ranks import Ranks
 
 DEADLINE_S = 900.0
 

@@ -28,13 +28,7 @@ from rftdask.monitor.metrics import read_metrics
 from rftdask.reports.run_reader import StageReader, open_stages
 from rftdask.storage.base import in_order
 from rftdask.synchronizer.manifest import read_manifest
-from rftdask.synchronizer.published import (
-    as_published,
-    hash_as_published,
-    hash_of_weights,
-    published_versions,
-    weights_folder,
-)
+from rftdask.synchronizer.published import checkpoint_weights, published_as, published_versions, weights_folder
 from rftdask.trainer.checkpoint import checkpoint_folder, checkpoint_steps
 
 if TYPE_CHECKING:
@@ -221,19 +215,18 @@ class RunTables:
         manifest = self._try(partial(read_manifest, stage.storage, folder))
         if manifest is None:  # partially written or partially removed
             return None
-        content_hash = self._try(partial(hash_of_weights, manifest))
-        if of_weights:
-            content_hash, manifest = hash_as_published(manifest), as_published(manifest)
-            if not manifest.files:  # a custom trainer engine may store them under other names
-                return None
+        weights = self._try(partial(checkpoint_weights if of_weights else published_as, manifest, folder))
+        if of_weights and weights is None:  # a custom trainer engine may store them under other names
+            return None
+        entries = dict(weights.files if of_weights and weights is not None else manifest.files)
         return {
             "stage": stage.name,
             "version": manifest.version,
             "lineage": manifest.lineage,
             "folder": folder,
-            "num_files": len(manifest.files),
-            "size_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
-            "content_hash": content_hash,
+            "num_files": len(entries),
+            "size_bytes": sum(entry.size_bytes for entry in entries.values()),
+            "content_hash": None if weights is None else weights.content_hash,
         }
 
     def _steps(self) -> pa.Table:

@@ -30,7 +30,7 @@ from torch import Tensor
 from rftdask.errors import NotFoundError, RftError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
-from rftdask.synchronizer.manifest import BLOCK_BYTES, FileEntry, block_numbers, check_block
+from rftdask.synchronizer.manifest import FileEntry, block_numbers, block_span, check_block
 from rftdask.synchronizer.node_cache import NodeCache, Transport
 from rftdask.synchronizer.published import Published, read_published
 
@@ -106,8 +106,8 @@ class RendezvousServer:
                 # A private mapping, since torch requires writable memory; nothing writes to it.
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             for number in block_numbers(entry):
-                start, size = number * BLOCK_BYTES, _size(entry, number)
-                _broadcast(group, torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=size))
+                start, stop = block_span(entry, number)
+                _broadcast(group, torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=stop - start))
         except RuntimeError as error:  # from torch: a member was lost or hangs; all members get it and join again
             log.warning("version %d did not reach all of %d machines: %s", version, len(reply_keys), error)
         finally:
@@ -148,7 +148,8 @@ class BroadcastPeer:
             try:
                 if self._group is None:
                     self._group = self._join()
-                block = torch.empty(_size(self._entry, number), dtype=torch.uint8)
+                start, stop = block_span(self._entry, number)
+                block = torch.empty(stop - start, dtype=torch.uint8)
                 _broadcast(self._group, block)
                 self._next += 1
             except BaseException as error:
@@ -217,7 +218,3 @@ def _group(name: str, store: Any, rank: int, size: int, host: str) -> Any:
 def _broadcast(group: Any, block: Tensor) -> None:
     """Broadcast from member 0 to all. Raises: RuntimeError: a member was lost or missed the deadline."""
     group.broadcast([block], _dist.BroadcastOptions()).wait()  # rootRank is 0
-
-
-def _size(entry: FileEntry, number: int) -> int:
-    return min(BLOCK_BYTES, entry.size_bytes - number * BLOCK_BYTES)

@@ -38,8 +38,7 @@ class InMemoryPublisher:
     def __init__(self, storage: Storage, address: str = "") -> None:
         """address: where other machines fetch the files (dask_broadcast.py, group_broadcast.py). "": nowhere."""
         self._storage, self.address = storage, address
-        self._held: dict[int, dict[str, NodeCache]] = {}
-        self._fingerprints: dict[int, Fingerprint | None] = {}
+        self._held: dict[int, tuple[dict[str, NodeCache], Fingerprint | None]] = {}
 
     @property
     def versions(self) -> list[int]:
@@ -51,8 +50,8 @@ class InMemoryPublisher:
     ) -> dict[str, FileEntry]:
         """Copy files into memory and return their entries. Raises: StorageError: not enough memory."""
         self.release(version)
-        copies = self._held[version] = {}
-        self._fingerprints[version] = fingerprint
+        copies: dict[str, NodeCache] = {}
+        self._held[version] = copies, fingerprint
         entries = {name: FileEntry.of(data) for name, data in files.items()}
         whole = Published(version, "", "", weights_folder(version), tuple(entries.items()), held=InMemoryWeights())
         try:
@@ -66,12 +65,12 @@ class InMemoryPublisher:
 
     def fingerprint(self, version: int) -> Fingerprint | None:
         """Fingerprint passed to `hold`."""
-        return self._fingerprints[version]
+        return self._held[version][1]
 
     def files(self, version: int) -> dict[str, Data]:
         """Files of a version, memory-mapped."""
         mapped: dict[str, Data] = {}
-        for name, copy in self._held[version].items():
+        for name, copy in self._held[version][0].items():
             with copy.files[0].open("rb") as file:
                 mapped[name] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         return mapped
@@ -83,8 +82,7 @@ class InMemoryPublisher:
 
     def release(self, version: int) -> None:
         """Release a version. Idempotent."""
-        self._fingerprints.pop(version, None)
-        for copy in self._held.pop(version, {}).values():
+        for copy in self._held.pop(version, ({}, None))[0].values():
             copy.close()
 
 

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -218,13 +218,6 @@ class Writer:
         return True
 
 
-class _NoMetrics:
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Drop metrics, which do not affect exactness."""
-
-    def flush(self) -> None: ...
-
-
 class _OneLook(LogSource):
     """Source that reads the log once per call. With polling, the places of a run would depend on the machine."""
 
@@ -256,7 +249,7 @@ def train(
         # Few checkpoints, so that every run also removes some.
         Checkpoints(storage, MAIN_LINEAGE, max_to_keep=2),
         storage,
-        _NoMetrics(),
+        None,  # metrics do not affect exactness
         TrainerConfig(save_interval=plan.save_interval),
         total_steps=None,
         lineage=MAIN_LINEAGE,

@@ -14,9 +14,9 @@ import numpy as np
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.config import Config
+from rftdask.processes.ranks import Ranks
 from rftdask.storage.base import Data
 from rftdask.synchronizer.fingerprint import Fingerprint
-from rftdask.trainer.ranks import Ranks
 
 
 class TrainEngine(ABC):

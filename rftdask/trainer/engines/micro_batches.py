@@ -26,8 +26,8 @@ from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.source import random_order
 from rftdask.config import Config
 from rftdask.data.images import ImageProcessor
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.packing import PackedRows, pack_rows
-from rftdask.trainer.ranks import Ranks
 
 
 class DeviceBatch:

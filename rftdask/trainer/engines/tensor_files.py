@@ -22,20 +22,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, chain, starmap, zip_longest
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
@@ -43,11 +37,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from rftdask.errors import RftError, RoleError
+from rftdask.processes.ranks import Ranks
 from rftdask.storage.base import Data
 from rftdask.synchronizer.manifest import PIECE_BYTES
 from rftdask.synchronizer.tensor_heads import read_head
+from rftdask.trainer.checkpoint import CheckpointFiles
 from rftdask.trainer.engines.strategies.base import full
-from rftdask.trainer.ranks import Ranks
 
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys of PyTorch in the head of a file: JSON {name: {"saved_offsets": [first row, first column, ...]}}."""
@@ -181,27 +176,6 @@ _Block: TypeAlias = tuple[str, int]
 """A file and the number of a block in it."""
 
 
-@runtime_checkable
-class ChunkedReader(Protocol):
-    """Files in blocks that are streamed in pieces and never held; all blocks of a file but its last have one length."""
-
-    @property
-    def blocks(self) -> Sequence[_Block]:
-        """All blocks, the same on all ranks; block i belongs to rank i % size, which has the head of its file."""
-
-    def head(self, name: str) -> Data:
-        """Return the beginning of a file, up to the first byte of its tensors."""
-
-    def span(self, name: str, number: int) -> tuple[int, int]:
-        """Return the first byte of a block in its file, and the byte after its last."""
-
-    def stream(self, blocks: Sequence[_Block]) -> Iterator[Data]:
-        """Yield blocks one after another, each in pieces of PIECE_BYTES.
-
-        Raises: DamagedError: a block has changed; at the latest in place of its last piece.
-        """
-
-
 class _NoPath:
     """Methods of PyTorch's storage interface that only concern storages with a path."""
 
@@ -227,14 +201,13 @@ class SavedTensors(_NoPath, StorageReader):
 
     Example:
         saved = SavedTensors("actor/optim.safetensors", files, ranks)
-        tensors = {name: saved.empty_like(name, parameters[name]) for name in saved.names}
         saved.load(tensors)
     """
 
     def __init__(self, name: str, files: Mapping[str, Data], ranks: Ranks) -> None:
         """Read the heads of the files. Called by all ranks.
 
-        Args: files: with a `ChunkedReader` each rank reads some blocks, and the ranks exchange what they need.
+        Args: files: of `CheckpointFiles` each rank reads some blocks, and the ranks exchange what they need.
         Raises: RoleError: the files are missing, or hold parts without offsets.
         """
         self._name, self._files, self._ranks = name, files, ranks
@@ -247,13 +220,13 @@ class SavedTensors(_NoPath, StorageReader):
             raise RoleError(f"the checkpoint has no {name}")
         # Each rank reads the heads of some files: its own if as many ranks wrote, or those whose first blocks it has.
         own_names = names[ranks.rank :: ranks.size]
-        if isinstance(files, ChunkedReader):
+        if isinstance(files, CheckpointFiles):
             own_blocks = set(files.blocks[ranks.rank :: ranks.size])
             own_names = [file for file in names if (file, 0) in own_blocks]
         heads = ranks.all_gather([self._read_head(file) for file in own_names])
-        self._parts: dict[MetadataIndex, tuple[str, torch.dtype, list[int], int]] = {}
+        self._parts: dict[dcp.MetadataIndex, tuple[str, torch.dtype, list[int], int]] = {}
         """File, dtype, sizes and first byte of each part of a tensor."""
-        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._tensors: dict[str, dcp.TensorStorageMetadata] = {}
         for file, has_offsets, chunks in (head for rank_heads in heads for head in rank_heads):
             if not has_offsets and len(names) > 1 and "-of-" not in file:
                 raise RoleError(
@@ -264,23 +237,16 @@ class SavedTensors(_NoPath, StorageReader):
                 dtype = _DTYPES[dtype_name]
                 # The whole extends to the end of its last part.
                 ends = torch.Size(start + size for start, size in zip(offsets, sizes, strict=True))
-                empty = TensorStorageMetadata(TensorProperties(dtype), ends, [])
+                empty = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), ends, [])
                 known = self._tensors.setdefault(key, empty)
                 known.size = torch.Size(map(max, known.size, ends))
-                known.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                self._parts[MetadataIndex(key, offsets)] = (file, dtype, sizes, begin)
+                known.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                self._parts[dcp.MetadataIndex(key, offsets)] = (file, dtype, sizes, begin)
 
     @property
     def names(self) -> Collection[str]:
         """Names of the tensors."""
         return self._tensors.keys()
-
-    def empty_like(self, name: str, tensor: Tensor) -> Tensor:
-        """Return an empty tensor to load `name` into, sharded like `tensor` if it has the same shape."""
-        saved = self._tensors[name]
-        if saved.size == tensor.shape:
-            return torch.empty_like(tensor.detach(), dtype=saved.properties.dtype)
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill `tensors`; of sharded ones this rank's part. Called by all ranks, with the same names.
@@ -302,9 +268,9 @@ class SavedTensors(_NoPath, StorageReader):
 
     # ---- called by PyTorch
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return sizes and parts of all tensors."""
-        return Metadata(dict(self._tensors))
+        return dcp.Metadata(dict(self._tensors))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of this rank's plan, those of the cached file first."""
@@ -325,7 +291,7 @@ class SavedTensors(_NoPath, StorageReader):
             planner.commit_tensor(item, target.tensor)
         return _done(None)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
     # ----
@@ -333,7 +299,7 @@ class SavedTensors(_NoPath, StorageReader):
     def _read_ranges(self, ranges: Sequence[_Range]) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield (number of the range, offset in it, bytes) in any order until all ranges are covered. Called by all
         ranks, each with its own ranges."""
-        if isinstance(self._files, ChunkedReader):
+        if isinstance(self._files, CheckpointFiles):
             yield from _exchange_ranges(self._files, ranges, self._ranks)
             return
         for number, (file, start, stop) in enumerate(ranges):
@@ -348,7 +314,7 @@ class SavedTensors(_NoPath, StorageReader):
         return self._cached[1]
 
     def _read_head(self, file: str) -> _Head:
-        data = self._files.head(file) if isinstance(self._files, ChunkedReader) else self._read_cached(file)
+        data = self._files.head(file) if isinstance(self._files, CheckpointFiles) else self._read_cached(file)
         head, start = read_head(lambda begin, end: data[begin:end])
         metadata = head.pop("__metadata__", {})
         sharding = json.loads(metadata[_SHARDING]) if _SHARDING in metadata else None
@@ -398,7 +364,7 @@ class _Target:
         target[number : number + len(rows)].copy_(rows[(slice(None), *self._columns)])
 
 
-def _deal(files: ChunkedReader, blocks: Iterable[_Block], size: int) -> list[list[_Block]]:
+def _deal(files: CheckpointFiles, blocks: Iterable[_Block], size: int) -> list[list[_Block]]:
     """Deal neighboring blocks to ranks, about the same bytes to each.
 
     If as many ranks load as saved, each reads little more than it needs.
@@ -412,7 +378,7 @@ def _deal(files: ChunkedReader, blocks: Iterable[_Block], size: int) -> list[lis
 
 
 def _exchange_ranges(
-    files: ChunkedReader, ranges: Sequence[_Range], ranks: Ranks
+    files: CheckpointFiles, ranges: Sequence[_Range], ranks: Ranks
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """See `SavedTensors._read_ranges`. Each rank reads its blocks piece by piece, in step with the others, and sends
     each byte only to the ranks that need it. A rank holds a few pieces, and one of each other rank.
@@ -491,7 +457,7 @@ class _Writer(_NoPath, StorageWriter):
             self.files[self._name] = file
         return _done([])
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Do nothing: the format has no index file, and the manifest of the checkpoint makes its files visible."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -32,24 +32,16 @@ from rftdask.config import Config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.data.images import ImageProcessor, copy_processor
 from rftdask.errors import DataError, UserError
+from rftdask.models import lora as adapters
 from rftdask.models.host_copy import HostCopy
-from rftdask.models.lora import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    adapter_names,
-    add_adapter,
-    begin,
-    load_adapter,
-    merged,
-    needs_weights,
-    without_adapters,
-)
 from rftdask.models.routers import RouterLoss, Routers
 from rftdask.processes.gpus import use_device
+from rftdask.processes.ranks import Ranks
 from rftdask.storage import open_storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
 from rftdask.synchronizer.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER, MODEL_FILE, model_file
+from rftdask.trainer import model as policies
 from rftdask.trainer.attention import PACKED
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
@@ -68,22 +60,7 @@ from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.tensor_files import SavedTensors, stage_tensors
-from rftdask.trainer.model import (
-    TeacherStates,
-    check_model,
-    compute_wide,
-    dtype_at_rest,
-    entropy_signals,
-    export_hf,
-    frozen_dtype,
-    load_policy,
-    predicting_states,
-    row_scores,
-    token_logprobs,
-    turn_off_dropout,
-)
 from rftdask.trainer.packing import PackedRows, pack_rows
-from rftdask.trainer.ranks import Ranks
 
 _OPTIMIZER = "actor/optim.safetensors"
 _COEFS = "actor/kl_coefs.safetensors"
@@ -106,7 +83,8 @@ class Scorer(torch.nn.Module):
         if self.routers is not None:
             # Not reset afterwards: the backward pass may recompute layers.
             self.routers.give(inputs["rows"].experts_SX)
-        return predicting_states(self.model, **inputs) if states_alone else token_logprobs(self.model, **inputs)
+        score = policies.predicting_states if states_alone else policies.token_logprobs
+        return score(self.model, **inputs)
 
 
 class RowScorer(Scorer):
@@ -114,7 +92,7 @@ class RowScorer(Scorer):
 
     def forward(self, **inputs: Any) -> Scores:
         """Return ([B, T] score of the row at every response token, None)."""
-        return row_scores(self.model, inputs["rows"]), None
+        return policies.row_scores(self.model, inputs["rows"]), None
 
 
 class TorchEngine(TrainEngine):
@@ -173,7 +151,7 @@ class TorchEngine(TrainEngine):
         trusted = config.model.trust_remote_code
         # In the data type of the weights that the optimizer moves; frozen models: `_load_base`.
         self._load = partial(
-            load_policy,
+            policies.load_policy,
             dtype=self._trainer.master_weights,
             device=device,
             trust_remote_code=trusted,
@@ -189,15 +167,15 @@ class TorchEngine(TrainEngine):
         # The data type in which engines compute, which may be narrower than the trainer's float32.
         engine_dtype = config.explorer.rollout_model.dtype_on(device)
         self._published_dtype = torch.float32 if self._lora is not None else getattr(torch, engine_dtype)
-        self._dtype_at_rest = dtype_at_rest(self._path, trust_remote_code=trusted)
-        self._adapter_settings = {} if self._lora is None else begin(self._model, self._lora)
+        self._dtype_at_rest = policies.dtype_at_rest(self._path, trust_remote_code=trusted)
+        self._adapter_settings = {} if self._lora is None else adapters.begin(self._model, self._lora)
         # Tensor names in the model -> in the adapter file; empty if all weights are trained.
-        self._adapter = {} if self._lora is None else adapter_names(self._model)
+        self._adapter = {} if self._lora is None else adapters.adapter_names(self._model)
         self._model.train()
         if algorithm.schema not in ("sft", "cpt"):
             # Logprobs are compared with those of other models, computed without dropout: its noise would be in every
             # ratio and margin.
-            turn_off_dropout(self._model)
+            policies.turn_off_dropout(self._model)
         if self._trainer.gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         coef = self._trainer.router_aux_loss_coef
@@ -233,7 +211,7 @@ class TorchEngine(TrainEngine):
         self._critic: Critic | None = None
         if algorithm.use_critic:
             body, _ = self._load(config.model.critic_model_path or self._path, spread=self._strategy.reading)
-            turn_off_dropout(body)  # values are compared with those before the update
+            policies.turn_off_dropout(body)  # values are compared with those before the update
             self._critic = Critic(
                 body, self._trainer.critic, optimizer, grad_clip, self._strategy, folders, self._num_splits
             )
@@ -440,7 +418,7 @@ class TorchEngine(TrainEngine):
             first, *others = [score(teacher, teacher_plan) for teacher, teacher_plan in teacher_plans if teacher]
             scores["teacher_logprobs_Q"] = sum(others, first)
         if "necs_Q" in self._needs:
-            signals_Q3 = plan.score_tokens(device_batch, partial(entropy_signals, self._policy))
+            signals_Q3 = plan.score_tokens(device_batch, partial(policies.entropy_signals, self._policy))
             names = ("policy_logprobs_Q", "entropy_Q", "necs_Q")
             scores |= dict(zip(names, signals_Q3.unbind(-1), strict=True))
         elif "entropy_Q" in self._needs:
@@ -462,7 +440,7 @@ class TorchEngine(TrainEngine):
                 states_QH = teacher(**inputs, states_alone=True)
             # Hidden states instead of logits: [Q, V] of the teacher for a whole micro-batch would not fit.
             causal: Any = teacher.model
-            states = TeacherStates(states_QH, causal.get_output_embeddings(), loss.divergence)
+            states = policies.TeacherStates(states_QH, causal.get_output_embeddings(), loss.divergence)
         logprobs_BT, extra = self._policy(**inputs, with_entropy=use_entropy, teacher=states)
         if states is None:
             return logprobs_BT, extra, None
@@ -509,7 +487,7 @@ class TorchEngine(TrainEngine):
             dtype: None: the data type of the optimizer's weights.
         """
         state, ranks = distinct_state(self._model), self._ranks
-        name = folder + (ADAPTER_FILE if self._adapter else model_file(ranks.rank, ranks.size))
+        name = folder + (adapters.ADAPTER_FILE if self._adapter else model_file(ranks.rank, ranks.size))
         if self._adapter:
             state = {self._adapter[name]: state[name] for name in state if name in self._adapter}
         file = stage_tensors(state, ranks, dtype, shared=not self._adapter, spare=self._spare.pop(name, b""))
@@ -518,7 +496,7 @@ class TorchEngine(TrainEngine):
         if not self._adapter:
             return {name: file}
         settings = json.dumps(self._adapter_settings, indent=1, sort_keys=True).encode()
-        return {name: file, folder + ADAPTER_CONFIG_FILE: settings}
+        return {name: file, folder + adapters.ADAPTER_CONFIG_FILE: settings}
 
     @torch.no_grad()
     def fingerprint(self) -> Fingerprint:
@@ -560,7 +538,7 @@ class TorchEngine(TrainEngine):
         """See TrainEngine. Raises: RoleError: the files are of another model or version."""
         name, tensors = f"{CHECKPOINT_FOLDER}/{MODEL_FILE}", distinct_state(self._model)
         if self._adapter:
-            name = f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"
+            name = f"{CHECKPOINT_ADAPTER_FOLDER}/{adapters.ADAPTER_FILE}"
             tensors = {self._adapter[n]: tensor for n, tensor in tensors.items() if n in self._adapter}
         # Before the weights: creating the optimizer's state takes a step of rate 0, which may flip the sign of a zero.
         self._optimizer.load_state_files(_OPTIMIZER, files)
@@ -604,12 +582,13 @@ class TorchEngine(TrainEngine):
             # Into a model of its own: merging cannot be undone to the bit. Read from its files, since the model here
             # may be spread over ranks.
             model, _ = self._load(self._path, device="cpu", num_splits=1)
-            add_adapter(model, self._adapter_settings | {"inference_mode": False})
-            load_adapter(model, {self._adapter[name]: tensor for name, tensor in tensors.items()}, "the trainer")
+            adapters.add_adapter(model, self._adapter_settings | {"inference_mode": False})
+            named = {self._adapter[name]: tensor for name, tensor in tensors.items()}
+            adapters.load_adapter(model, named, "the trainer")
             tensors = {}
-            merged(model)
+            adapters.merged(model)
         with tempfile.TemporaryDirectory(prefix="rftdask-export-") as folder:
-            export_hf(model, self._tokenizer, Path(folder), tensors or None, dtype=self._dtype_at_rest)
+            policies.export_hf(model, self._tokenizer, Path(folder), tensors or None, dtype=self._dtype_at_rest)
             copy_processor(self._path, Path(folder))
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
@@ -619,7 +598,7 @@ class TorchEngine(TrainEngine):
             return self._load_frozen(self._path, self._lora)
 
         def without(*, rows: PackedRows, **inputs: Any) -> Scores:
-            with without_adapters(self._model):
+            with adapters.without_adapters(self._model):
                 # The reference chooses its experts, as it does if it is a separate model.
                 scores: Scores = self._policy(rows=replace(rows, experts_SX=None), **inputs)
                 return scores
@@ -629,7 +608,7 @@ class TorchEngine(TrainEngine):
     def _load_frozen(self, model_path: str, lora: LoraConfig | None = None) -> Scorer:
         model, _ = self._load_base(model_path, lora)
         if lora is not None:
-            begin(model, lora)
+            adapters.begin(model, lora)
         ours, theirs = self._model.config.vocab_size, model.config.vocab_size
         if ours != theirs:
             raise DataError(
@@ -642,11 +621,11 @@ class TorchEngine(TrainEngine):
 
     def _load_base(self, model_path: str, lora: LoraConfig | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load a model with frozen weights, in the data type of its files if possible."""
-        whole = lora is not None and needs_weights(lora)  # such adapters are initialized from the weights
+        whole = lora is not None and adapters.needs_weights(lora)  # such adapters are initialized from the weights
         # `compute_wide` goes neither with cut layers nor with compiled ones, so those are loaded in float32.
         narrow = not whole and not isinstance(self._strategy, TensorParallel)
         narrow &= self._strategy.reads_parts or not self._trainer.torch_compile
-        dtype = frozen_dtype(model_path) if narrow else "float32"
+        dtype = policies.frozen_dtype(model_path) if narrow else "float32"
         return self._load(model_path, dtype=dtype, spread=None if whole else self._strategy.reading)
 
     def _prepared(self, model: PreTrainedModel, routers: Routers | None = None) -> Scorer:
@@ -655,9 +634,11 @@ class TorchEngine(TrainEngine):
         scorer = (RowScorer if scores_sequences else Scorer)(model, routers)
         self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
         if not self._strategy.reads_parts:
-            compute_wide(model)
+            policies.compute_wide(model)
         else:  # the strategy converts weights as it gathers them
-            self._strategy.within(scorer, lambda: check_model(model, self._num_splits, has_logits=not scores_sequences))
+            self._strategy.within(
+                scorer, lambda: policies.check_model(model, self._num_splits, has_logits=not scores_sequences)
+            )
         return scorer
 
 

@@ -12,12 +12,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, save
 
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.storage import open_storage
 from rftdask.synchronizer.manifest import is_valid
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.strategies.base import distinct_state, full
 from rftdask.trainer.process_ranks import ProcessRanks
-from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
 from tests.e2e.training.test_ranks_agree import batch_for, engine, strategy_of
 

@@ -16,8 +16,8 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.strategies.base import local
-from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
 from tests.e2e.toy_runs import DEADLINE_S, run_folder, write_grpo_config
 from tests.e2e.training.test_ranks_agree import batch_for, engine, strategy_of

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.strategies.base import Strategy
-from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
 from tests.e2e.training.test_ranks_agree import TOLERANCE, metric_difference, trained, weight_difference
 

@@ -19,8 +19,7 @@ from rftdask.storage import open_storage
 from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from tests.unit.trainer.engines.test_torch_engine import rollouts
-from tests.unit.trainer.trainer_cases import engine_config
+from tests.unit.trainer.trainer_cases import engine_config, rollouts
 
 NUM_STEPS, INTERVAL, TIMEOUT_S = 200, 25, 60.0
 

@@ -33,6 +33,7 @@ from rftdask.buffer.batches.batch import supervised_batch
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.errors import DamagedError
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.storage.base import Data
 from rftdask.storage.local import LocalStorage
 from rftdask.trainer import model
@@ -43,7 +44,6 @@ from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
 from tests.unit.trainer.trainer_cases import engine_config
 

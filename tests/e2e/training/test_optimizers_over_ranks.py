@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load, save
 
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.strategies.base import Strategy, full
-from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
 from tests.e2e.training.test_ranks_agree import batch_for, engine, exchange, strategy_of
 

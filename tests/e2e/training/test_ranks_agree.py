@@ -32,6 +32,7 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines import torch_engine
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.strategies.ddp import DDP
@@ -39,7 +40,6 @@ from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import token_logprobs
-from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
 from tests.numerics import shifted_seed
 from tests.unit.engines.tiny_models import save_tiny_mixture

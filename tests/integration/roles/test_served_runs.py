@@ -37,8 +37,8 @@ from rftdask.data.images import data_url, name_of
 from rftdask.errors import UserError
 from rftdask.models.toy import build_toy_image_model
 from rftdask.storage import open_storage
-from rftdask.synchronizer.published import publish_weights
 from tests.integration import run_cases as runs
+from tests.unit.synchronizer.sync_cases import publish_weights
 
 pytestmark = pytest.mark.slow
 TOKEN = "a-token"
@@ -188,7 +188,7 @@ def test_newer_weights_are_served_and_turns_record_their_version(config: Path) -
         served = Served(run)
         said = served.ask("s", "1")
         storage = open_storage(str(runs.run_folder(config)))
-        publish_weights(storage, 3, b"weights", "main")
+        publish_weights(storage, 3, b"weights")
         run.wait_until(lambda: served.version() == 3)
         messages = [{"role": "user", "content": "1"}, said, {"role": "user", "content": "2"}]
         assert served.post("/sessions/s/v1/chat/completions", model="p", messages=messages)[0] == 200

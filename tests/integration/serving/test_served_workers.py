@@ -27,10 +27,10 @@ from distributed import Client
 from rftdask.buffer.log import open_log
 from rftdask.config import load_config
 from rftdask.storage import open_storage
-from rftdask.synchronizer.published import publish_weights
 from tests.integration.run_cases import RunProcess, run_folder, write_config
 from tests.integration.serving.slow_served_engine import CALLS, WHY_NOT
 from tests.living import lives, wait_until_gone
+from tests.unit.synchronizer.sync_cases import publish_weights
 
 pytestmark = pytest.mark.slow
 TOKEN = "a-token"
@@ -208,7 +208,7 @@ def test_a_killed_worker_costs_no_call_and_is_replaced(tmp_path: Path, calls: Pa
             run.wait_until(lambda: calls_of(calls, left)[1] > before + 20)
             # The agents exceed the memory of the remaining engine.
             assert len(agents.refused) > refused_before and set(agents.refused) <= set(range(1, 31))
-            publish_weights(open_storage(str(run_folder(config))), 3, b"weights", "main")
+            publish_weights(open_storage(str(run_folder(config))), 3, b"weights")
             with worker(file, "127.0.0.2") as next_one:
                 run.wait_until(lambda: health(url)["engines"] == 2 and health(url)["policy_version"] == 3)
                 joined = engine_of(next_one, calls)

@@ -27,10 +27,11 @@ from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.synchronizer.manifest import read_manifest
 from rftdask.synchronizer.published import (
     WEIGHTS_POINTER,
+    WHOLE_FILE,
     is_loadable,
     published_versions,
     read_pointer,
-    read_requested_whole,
+    read_requested_version,
 )
 from rftdask.testing.crashtest.kills import Life
 from rftdask.testing.storage_faults import FaultyStorage, PlaceCounter, Stage
@@ -82,7 +83,7 @@ def train(config: Config, folder: Path, address: str, places: PlaceCounter) -> N
 
     def is_asked(version: int) -> bool:
         nonlocal answered
-        asked, before = read_requested_whole(storage), answered
+        asked, before = read_requested_version(storage, WHOLE_FILE), answered
         answered = asked
         return asked != before
 

@@ -52,13 +52,13 @@ from rftdask.driver.memory_estimate import (
 from rftdask.errors import DataError, UserError
 from rftdask.models.lora import adapter_names, begin
 from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer import model as trainer_model
 from rftdask.trainer.attention import pack_if_equal
 from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
-from rftdask.trainer.ranks import Ranks
 from tests.integration.run_cases import call_cli
 from tests.unit.processes.test_usage import fake_nvml
 

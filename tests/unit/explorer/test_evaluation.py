@@ -21,8 +21,8 @@ from rftdask.errors import DataError
 from rftdask.explorer.evaluation import EvaluationQueue, evaluation_metrics, expected_best, repeat_metrics
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.storage import open_storage
-from rftdask.synchronizer.published import publish_weights
 from rftdask.synchronizer.styles import WeightRequirement
+from tests.unit.synchronizer.sync_cases import publish_weights
 
 SIZES = {"large": 10, "small": 3}
 REPEAT_TIMES = {"large": 1, "small": 4}
@@ -91,7 +91,7 @@ def test_versions_are_due_at_start_interval_and_end(
 def test_published_versions_at_the_interval_are_due_in_training() -> None:
     storage = open_storage("memory://evaluation-queue")
     for version in (4, 6, 8):
-        publish_weights(storage, version, {"w": b"x"}, "main", None)
+        publish_weights(storage, version, {"w": b"x"})
     path = "buffer.trainer_input.experience_buffer.path=d.jsonl"
     of_dataset = ("mode=train", "algorithm={algorithm_type: sft}", path)
     assert due_versions(stage(*of_dataset, "trainer.eval_interval=4"), 8, None) == [0, 4, 8]

@@ -25,7 +25,6 @@ from rftdask.rollouts.work_unit_task import ADMITTED_TOPIC
 from rftdask.rollouts.work_units import RolloutResult, RolloutTask
 from rftdask.run.run_folder import read_config
 from rftdask.storage import open_storage
-from rftdask.synchronizer.published import publish_weights
 from rftdask.synchronizer.styles import WeightRequirement
 from tests.unit.explorer.fake_dask import (
     WORKER,
@@ -36,6 +35,7 @@ from tests.unit.explorer.fake_dask import (
     told_to_end,
     under_way,
 )
+from tests.unit.synchronizer.sync_cases import publish_weights
 
 
 def fails(error: Exception) -> Outcome:
@@ -326,7 +326,7 @@ def test_a_unit_waits_for_the_steps_that_train_its_weights() -> None:
 )
 def test_weights_with_a_trainer_in_another_process(style: str, required: WeightRequirement) -> None:
     config = stage(f"beside-{style}", f"synchronizer.sync_style={style}", "synchronizer.max_staleness=4")
-    publish_weights(open_storage(f"memory://explorer-loop/{config.name}"), 9, b"weights", "main")
+    publish_weights(open_storage(f"memory://explorer-loop/{config.name}"), 9, b"weights")
     client = FakeClient()
     run_stage(client, config)
     assert [unit.weights for unit in client.submitted if not unit.is_eval] == [required]

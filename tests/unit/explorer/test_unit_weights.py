@@ -12,15 +12,16 @@ from rftdask.rollouts import work_unit_task
 from rftdask.rollouts.work_unit_task import may_join
 from rftdask.rollouts.work_units import RolloutTask
 from rftdask.storage import open_storage
-from rftdask.synchronizer.published import Published, publish_weights, remove_weights_below
+from rftdask.synchronizer.published import Published, remove_weights_below
 from rftdask.synchronizer.styles import WeightRequirement
+from tests.unit.synchronizer.sync_cases import publish_weights
 
 
 def weights_of(name: str, mode: str, folder: str, version: int = 1, timeout_s: float = 3600.0) -> int:
     """Version that a unit that requires `version` gets if only 2 and 3 exist."""
     storage = open_storage(f"memory://unit-weights/{name}")
     for number in (1, 2, 3):
-        publish_weights(storage, number, b"weights", "main")
+        publish_weights(storage, number, b"weights")
     remove_weights_below(storage, 2)
     taskset = {"taskset": {"path": "tasks.jsonl"}}
     config = load_config(

@@ -26,11 +26,12 @@ from rftdask.models.lora import add_adapter, begin
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
 from rftdask.synchronizer.manifest import write_folder
-from rftdask.synchronizer.published import publish_weights, read_checkpoint_weights
+from rftdask.synchronizer.published import read_checkpoint_weights
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from tests.numerics import assert_close, assert_same_logprobs
+from tests.unit.synchronizer.sync_cases import publish_weights
 from tests.unit.trainer.engines.test_torch_engine import SIZES, rollouts
 from tests.unit.trainer.trainer_cases import engine_config
 
@@ -158,7 +159,7 @@ def test_training_continues_from_an_adapter_folder(model_folder: str, tmp_path: 
 def test_adapter_files_are_published_and_loaded(model_folder: str) -> None:
     storage = open_storage("memory://lora")
     engine = trained(model_folder, KINDS["plain"], steps=1)
-    published = publish_weights(storage, 1, engine.weights(), "main")
+    published = publish_weights(storage, 1, engine.weights())
     assert [name for name, _ in published.files] == ["adapter_config.json", "adapter_model.safetensors"]
     write_folder(storage, "global_step_1", engine.state_files(), lineage="main", version=1)
     held = read_checkpoint_weights(storage, "global_step_1")

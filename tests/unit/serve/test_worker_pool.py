@@ -23,9 +23,10 @@ from rftdask.rollouts.work_units import EngineRequest
 from rftdask.run.run_folder import record_config
 from rftdask.serve.worker_pool import host
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.published import latest_written, publish_weights
+from rftdask.synchronizer.published import latest_written
 from tests.unit.engines.test_remote import ASKED, pipes
 from tests.unit.serve.test_sessions import CONFIG
+from tests.unit.synchronizer.sync_cases import publish_weights
 
 FAKE = replace_keys(CONFIG, {"model.model_path": "none", "explorer.rollout_model.engine_type": "fake"})
 
@@ -61,7 +62,7 @@ def test_calls_are_answered_and_streamed_and_weights_are_loaded(tmp_path: Path) 
         [plain, streamed] = await answers(engine, ASKED, replace(ASKED, on_tokens=received.extend))
         assert plain == streamed and len(plain.tokens) == 3 and plain.max_policy_version == 0
         assert tuple(received) == plain.tokens[: len(received)] and received
-        publish_weights(storage, 4, b"weights", "main")
+        publish_weights(storage, 4, b"weights")
         published = latest_written(storage)
         assert published is not None
         await asyncio.to_thread(engine.load, storage, published)

@@ -6,7 +6,6 @@ Its methods are coroutines and run here in a plain event loop. A long poll inter
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +13,19 @@ from typing import Any
 import pytest
 
 from rftdask.errors import RoleError, WaitTimeout
-from rftdask.storage import Storage, open_storage
+from rftdask.storage import Storage
 from rftdask.synchronizer import actor as actor_module
 from rftdask.synchronizer.actor import SyncHandle, Synchronizer
-from rftdask.synchronizer.published import WEIGHTS_POINTER, publish_weights
+from rftdask.synchronizer.published import WEIGHTS_POINTER
+from tests.unit.synchronizer.sync_cases import new_storage, publish_weights
 
-_numbers = itertools.count()
 NEVER_S = 3600.0
 """Poll interval longer than any test."""
 
 
 @pytest.fixture
 def storage() -> Storage:
-    return open_storage(f"memory://actor-{next(_numbers)}")
+    return new_storage()
 
 
 async def newest(actor: Synchronizer) -> Any:
@@ -51,18 +50,18 @@ def test_waiting_ends_when_the_version_is_published(storage: Storage) -> None:
     async def story() -> Any:
         waiting = asyncio.create_task(actor.wait_for_version(2, 20))
         assert await newest(actor) is None
-        publish_weights(storage, 1, b"w1", "main")
+        publish_weights(storage, 1, b"w1")
         while (latest := await newest(actor)) is None:
             await asyncio.sleep(0.001)
         assert (latest.version, waiting.done()) == (1, False)
-        return publish_weights(storage, 2, b"w2", "main"), await waiting
+        return publish_weights(storage, 2, b"w2"), await waiting
 
     published, answer = run(actor, story())
     assert answer == published
 
 
 def test_waiting_for_an_older_version_returns_the_newest_at_once(storage: Storage) -> None:
-    publish_weights(storage, 5, b"w", "main")
+    publish_weights(storage, 5, b"w")
     actor = Synchronizer(storage.url, NEVER_S)
     answer = run(actor, actor.wait_for_version(2, 20))
     assert answer.version == 5
@@ -79,7 +78,7 @@ def test_a_hint_reads_the_pointer_at_once(storage: Storage) -> None:
     async def story() -> Any:
         waiting = asyncio.create_task(actor.wait_for_version(1, 20))
         await newest(actor)
-        publish_weights(storage, 1, b"w", "main")
+        publish_weights(storage, 1, b"w")
         await actor.hint()
         return await waiting
 
@@ -87,7 +86,7 @@ def test_a_hint_reads_the_pointer_at_once(storage: Storage) -> None:
 
 
 def test_the_actor_ignores_a_garbage_pointer(storage: Storage) -> None:
-    publish_weights(storage, 3, b"w", "main")
+    publish_weights(storage, 3, b"w")
     actor = Synchronizer(storage.url, 0.001)
 
     async def story() -> Any:
@@ -106,7 +105,7 @@ def test_all_waiting_calls_are_woken_by_one_watcher(storage: Storage) -> None:
         num_before = len(asyncio.all_tasks())
         waits = [asyncio.create_task(actor.wait_for_version(v, 20)) for v in (1, 1, 2)]
         await newest(actor)
-        publish_weights(storage, 2, b"w", "main")
+        publish_weights(storage, 2, b"w")
         await actor.hint()
         answers = await asyncio.gather(*waits)
         await actor.close()
@@ -123,13 +122,13 @@ def test_without_a_cluster_the_handle_reads_the_pointer(storage: Storage) -> Non
     handle = SyncHandle(storage, None, poll_interval_s=0.001)
     handle.hint()
     assert handle.latest() is None
-    published = publish_weights(storage, 4, b"w", "main")
+    published = publish_weights(storage, 4, b"w")
     assert handle.wait_for_version(3, deadline_s=20) == published
     assert handle.wait_for_version(4, deadline_s=0) == published
 
 
 def test_the_deadline_error_names_the_missing_version(storage: Storage) -> None:
-    publish_weights(storage, 2, b"w", "main")
+    publish_weights(storage, 2, b"w")
     with pytest.raises(WaitTimeout, match=r"policy version 3 was not published within 0 s; newest: 2\..*sync_timeout"):
         SyncHandle(storage, None, poll_interval_s=0.001).wait_for_version(3, deadline_s=0.01)
 
@@ -152,7 +151,7 @@ def test_a_lost_actor_only_costs_time(storage: Storage) -> None:
         handle.wait_for_version(1, deadline_s=60, is_cancelled=lambda: client.num_calls > 0)
     handle.hint()
     assert client.num_calls == 2
-    publish_weights(storage, 1, b"w", "main")
+    publish_weights(storage, 1, b"w")
     assert handle.wait_for_version(1, deadline_s=20).version == 1
 
 

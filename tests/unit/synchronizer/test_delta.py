@@ -30,23 +30,21 @@ from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import (
     WEIGHTS_POINTER,
     Published,
-    hash_of_weights,
     is_loadable,
     latest_published,
-    publish_weights,
+    published_as,
     published_versions,
     read_pointer,
     read_published,
     remove_weights_below,
-    restore_pointer,
 )
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.synchronizer.sync_cases import new_storage, publish_weights
 
 NUM_WORDS = 4000
 TIMEOUT_S = 5.0
 MODEL = "model.safetensors"
-_numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +60,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(params=["folder", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return open_storage(str(tmp_path / "run") if request.param == "folder" else f"memory://delta-{next(_numbers)}")
+    return open_storage(str(tmp_path / "run")) if request.param == "folder" else new_storage()
 
 
 def weights(version: int) -> dict[str, bytes]:
@@ -146,7 +144,7 @@ def test_a_file_that_is_not_a_delta_is_refused(tmp_path: Path) -> None:
 
 def test_a_chain_of_deltas_equals_complete_versions_bit_by_bit(storage: Storage) -> None:
     publisher = Publisher(storage, "main", 10)
-    other = open_storage(f"memory://delta-{next(_numbers)}")
+    other = new_storage()
     served = None
     for version in range(1, 41):
         published = publisher.publish(version, weights(version))
@@ -157,12 +155,12 @@ def test_a_chain_of_deltas_equals_complete_versions_bit_by_bit(storage: Storage)
             served.close()
         served = copy
         if version % 15 == 0:
-            whole = publish_weights(other, version, weights(version), "main")
+            whole = publish_weights(other, version, weights(version))
             assert (whole.content_hash, whole.files) == (published.content_hash, published.files)
             assert published == whole, "the same weights"
             remove_weights_below(storage, version - 1)
     manifest = read_manifest(storage, "weights/40")
-    assert manifest is not None and hash_of_weights(manifest) == published.content_hash
+    assert manifest is not None and published_as(manifest, "").content_hash == published.content_hash
     assert served is not None
     served.close()
 
@@ -175,7 +173,7 @@ def test_deltas_are_small_and_every_nth_version_is_complete(storage: Storage) ->
     assert bases == [None, (1, 1), (2, 1), None, (4, 4), (5, 4), None]
     assert stored_bytes(storage, 1) == 2 * NUM_WORDS
     assert stored_bytes(storage, 2) < 2 * NUM_WORDS / 2
-    assert [published.delta for published in publish(open_storage("memory://each-whole"), range(1, 4), 1)] == [None] * 3
+    assert [published.delta for published in publish(new_storage(), range(1, 4), 1)] == [None] * 3
 
 
 def test_a_machine_with_the_base_reads_only_the_delta(storage: Storage) -> None:
@@ -211,7 +209,7 @@ def test_a_damaged_link_is_never_served(storage: Storage, damaged: str) -> None:
     data = bytearray(storage.get(damaged))
     data[len(data) // 2] ^= 1
     storage.put(damaged, bytes(data))
-    assert not is_loadable(storage, 3) and not restore_pointer(storage, 3)
+    assert not is_loadable(storage, 3)
     with pytest.raises(DamagedError):
         NodeCache(storage, newest, TIMEOUT_S)
 
@@ -222,11 +220,11 @@ def test_a_missing_or_replaced_base_is_an_error(storage: Storage) -> None:
     assert not is_loadable(storage, 3)
     with pytest.raises(DamagedError, match="delta from version 2, which was removed or replaced"):
         NodeCache(storage, newest, TIMEOUT_S)
-    publish_weights(storage, 2, weights(9), "main")
+    publish_weights(storage, 2, weights(9))
     with pytest.raises(DamagedError, match="delta from version 2, which was removed or replaced"):
         NodeCache(storage, newest, TIMEOUT_S)
     storage.remove("weights/2")
-    publish_weights(storage, 2, weights(2), "main")
+    publish_weights(storage, 2, weights(2))
     assert made(storage, newest) == weights(3), "the complete base is as good"
 
 
@@ -243,7 +241,7 @@ def test_bases_of_kept_versions_are_kept(storage: Storage) -> None:
 
 def test_removal_killed_anywhere_leaves_no_version_without_base() -> None:
     for killed_at in itertools.count():
-        folder = open_storage(f"memory://delta-{next(_numbers)}")
+        folder = new_storage()
         publish(folder, range(1, 7), 4)  # complete versions: 1, 5
         removes = itertools.count()
 
@@ -265,7 +263,7 @@ def test_removal_killed_anywhere_leaves_no_version_without_base() -> None:
 
 def test_a_kill_at_any_write_leaves_the_old_or_the_new_version() -> None:
     for killed_at in itertools.count():
-        folder = open_storage(f"memory://delta-{next(_numbers)}")
+        folder = new_storage()
         publish(folder, range(1, 3))
         puts: list[str] = []
         publisher = Publisher(FaultyStorage(folder, killed_at_put(killed_at + 3, puts)), "main", 100)

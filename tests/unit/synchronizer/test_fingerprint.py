@@ -12,22 +12,17 @@ from hypothesis import strategies as st
 
 from rftdask.errors import DamagedError
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.fingerprint import (
-    NUM_SEQUENCES,
-    SEQUENCE_LENGTH,
-    TOLERANCES,
-    Fingerprint,
-    fixed_sequences,
-)
+from rftdask.synchronizer import fingerprint as fingerprints
+from rftdask.synchronizer.fingerprint import TOLERANCES, Fingerprint, fixed_sequences
 from rftdask.synchronizer.manifest import Manifest, commit_folder, read_manifest
 from rftdask.synchronizer.published import (
     CHECKPOINT_MODEL_FILE,
     latest_published,
-    publish_weights,
     read_checkpoint_weights,
     read_published,
 )
 from rftdask.trainer.checkpoint import Checkpoints
+from tests.unit.synchronizer.sync_cases import publish_weights
 
 PRINT = Fingerprint(((3, 1, 4), (1, 5, 9)), ((-2.5, -0.125), (-1.0, -3.0)), "float32")
 
@@ -45,7 +40,7 @@ def storage(request: pytest.FixtureRequest) -> Storage:
 @given(vocab_size=st.integers(1, 300_000))
 def test_sequences_fit_the_vocabulary_and_repeat(vocab_size: int) -> None:
     sequences = fixed_sequences(vocab_size)
-    assert [len(sequence) for sequence in sequences] == [SEQUENCE_LENGTH] * NUM_SEQUENCES
+    assert [len(sequence) for sequence in sequences] == [fingerprints.SEQUENCE_LENGTH] * fingerprints.NUM_SEQUENCES
     assert all(0 <= token < vocab_size for sequence in sequences for token in sequence)
     assert sequences == fixed_sequences(vocab_size)
 
@@ -85,13 +80,10 @@ def test_the_coarser_data_type_decides_what_is_rounding(trainer: str, engine: st
 
 
 def test_a_fingerprint_is_published_and_read_back_unchanged(storage: Storage) -> None:
-    published = publish_weights(storage, 3, b"weights", "main", PRINT)
+    published = publish_weights(storage, 3, b"weights", PRINT)
     assert published.fingerprint == PRINT
     assert latest_published(storage) == read_published(storage, 3) == published
-
-
-def test_weights_without_a_fingerprint_are_accepted(storage: Storage) -> None:
-    assert publish_weights(storage, 3, b"weights", "main").fingerprint is None
+    assert publish_weights(storage, 4, b"weights").fingerprint is None, "an engine may have none"
 
 
 def test_a_checkpoint_carries_the_fingerprint(storage: Storage) -> None:
@@ -102,7 +94,7 @@ def test_a_checkpoint_carries_the_fingerprint(storage: Storage) -> None:
 
 
 def test_a_flipped_number_damages_the_manifest(storage: Storage) -> None:
-    publish_weights(storage, 3, b"weights", "main", PRINT)
+    publish_weights(storage, 3, b"weights", PRINT)
     path = "weights/3/MANIFEST.json"
     data = storage.get(path)
     assert b"-0.125" in data

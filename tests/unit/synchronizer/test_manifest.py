@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,17 +27,18 @@ from rftdask.synchronizer.manifest import (
     read_manifest,
     remove_folder,
     stream_blocks,
+    verify_blocks,
     write_folder,
 )
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.synchronizer.sync_cases import new_storage
 
 FILES = {"model.safetensors": b"weights", "a/b.json": b"{}"}
-_numbers = itertools.count()
 
 
 @pytest.fixture(params=["memory", "disk"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return open_storage(f"memory://manifest-{next(_numbers)}" if request.param == "memory" else str(tmp_path))
+    return new_storage() if request.param == "memory" else open_storage(str(tmp_path))
 
 
 def write(storage: Storage, files: dict[str, bytes] = FILES) -> Manifest:
@@ -151,13 +151,15 @@ def test_readers_verify_a_folder_together(storage: Storage, num_readers: int) ->
     assert [len(written.files[name].blocks) for name in ("large", "small", "four")] == [3, 0, 0]
     assert read_manifest(storage, "weights/3") == written
 
-    def verdicts() -> list[bool]:
-        return [is_valid(storage, "weights/3", 3, place=place, num_readers=num_readers) for place in range(num_readers)]
+    def verify() -> None:
+        for place in range(num_readers):
+            list(verify_blocks(storage, "weights/3", written, blocks_of(written)[place::num_readers]))
 
-    assert all(verdicts())
+    verify()
     for data in (b"x123456789", b"0123x56789", b"012345678x", b"012345678", b"01234567", b"0123456789x", b""):
         storage.put("weights/3/large", data)
-        assert not all(verdicts()), data
+        with pytest.raises(DamagedError):
+            verify()
         assert not is_valid(storage, "weights/3")
 
 
@@ -195,14 +197,12 @@ def test_readers_share_the_blocks() -> None:
             reads.append((path, len(data)))
             return data
 
-    storage = Counting(f"memory://manifest-{next(_numbers)}")
-    write(storage, {"large": b"0123456789", "other": b"0123456"})
+    storage = Counting("memory://counted-blocks")
+    written = write(storage, {"large": b"0123456789", "other": b"0123456"})
     for place in range(3):
-        assert is_valid(storage, "weights/3", place=place, num_readers=3)
-    assert sorted(reads) == [("weights/3/large", size) for size in (2, 4, 4)] + [
-        ("weights/3/other", 3),
-        ("weights/3/other", 4),
-    ]
+        list(verify_blocks(storage, "weights/3", written, blocks_of(written)[place::3]))
+    large, other = "weights/3/large", "weights/3/other"
+    assert sorted(reads) == [(large, 2), (large, 4), (large, 4), (other, 3), (other, 4)]
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -222,4 +222,4 @@ def test_a_manifest_without_blocks_is_read(storage: Storage, monkeypatch: pytest
     written = write(storage, {"large": b"0123456789"})
     monkeypatch.setattr(manifests, "BLOCK_BYTES", 4)
     assert read_manifest(storage, "weights/3") == written
-    assert [is_valid(storage, "weights/3", place=place, num_readers=2) for place in (0, 1)] == [True, True]
+    assert is_valid(storage, "weights/3")

@@ -4,7 +4,6 @@ read; a version in use stays, and an unused one is removed, also if its last pro
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import tempfile
@@ -19,12 +18,12 @@ from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer import manifest as manifests
 from rftdask.synchronizer import node_cache as node_copy
 from rftdask.synchronizer.node_cache import NodeCache
-from rftdask.synchronizer.published import Published, publish_weights
+from rftdask.synchronizer.published import Published
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.synchronizer.sync_cases import new_storage, publish_weights
 
 DATA = b"0123456789"
 TIMEOUT_S = 5.0
-_numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +39,11 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(params=["folder", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return open_storage(str(tmp_path / "run") if request.param == "folder" else f"memory://node-{next(_numbers)}")
+    return open_storage(str(tmp_path / "run")) if request.param == "folder" else new_storage()
 
 
 def publish(storage: Storage, version: int = 1) -> Published:
-    return publish_weights(storage, version, DATA, "main")
+    return publish_weights(storage, version, DATA)
 
 
 def left(temporary: Path) -> list[str]:
@@ -130,8 +129,8 @@ def test_a_file_written_since_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_version_in_use_stays_and_goes_after_its_process(temporary: Path) -> None:
-    storage = open_storage(f"memory://node-{next(_numbers)}")
-    one, two = publish(storage, 1), publish_weights(storage, 2, DATA + b"2", "main")
+    storage = new_storage()
+    one, two = publish(storage, 1), publish_weights(storage, 2, DATA + b"2")
     ready, told = os.pipe()
     if not (pid := os.fork()):
         NodeCache(storage, one, TIMEOUT_S)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storage_kills import killed_at_put, killed_before
+from storage_kills import killed_before
 
 from rftdask.errors import StorageError
-from rftdask.storage import Storage, open_storage
+from rftdask.storage import Storage
 from rftdask.synchronizer.manifest import NAME, read_manifest, write_folder
 from rftdask.synchronizer.published import (
     CHECKPOINT_MODEL_FILE,
@@ -20,7 +18,6 @@ from rftdask.synchronizer.published import (
     latest_published,
     model_file,
     move_pointer,
-    publish_weights,
     published_versions,
     read_checkpoint_weights,
     read_pointer,
@@ -28,15 +25,9 @@ from rftdask.synchronizer.published import (
     read_requested_version,
     remove_weights_below,
     request_version,
-    restore_pointer,
 )
 from rftdask.testing.storage_faults import FaultyStorage
-
-_numbers = itertools.count()
-
-
-def new_storage() -> Storage:
-    return open_storage(f"memory://weights-{next(_numbers)}")
+from tests.unit.synchronizer.sync_cases import new_storage, publish_weights
 
 
 @pytest.fixture
@@ -46,38 +37,26 @@ def storage() -> Storage:
 
 def test_the_pointer_names_the_published_version(storage: Storage) -> None:
     assert latest_published(storage) is None
-    published = publish_weights(storage, 3, b"w3", "main")
+    published = publish_weights(storage, 3, b"w3")
     assert latest_published(storage) == published == read_published(storage, 3)
     assert (published.version, published.lineage, published.folder) == (3, "main", "weights/3")
     assert [name for name, _ in published.files] == ["model.safetensors"]
     assert storage.get(WEIGHTS_POINTER) == b"3\n"
 
 
-def test_the_pointer_moves_last_wherever_the_publisher_is_killed(storage: Storage) -> None:
-    publish_weights(storage, 1, b"w1", "main")
-    for killed_at in itertools.count():
-        puts: list[str] = []
-
-        try:
-            publish_weights(FaultyStorage(storage, killed_at_put(killed_at, puts)), 2 + killed_at, b"w", "main")
-        except StorageError:
-            newest = latest_published(storage)
-            assert newest is not None and newest.version == 1
-        else:
-            assert puts == [f"weights/5/{n}" for n in ("model.safetensors", NAME)] + [WEIGHTS_POINTER]
-            break
-
-
 def test_an_existing_version_is_kept(storage: Storage) -> None:
-    first = publish_weights(storage, 3, b"w3", "main")
-    assert publish_weights(storage, 3, b"other bytes", "main") == first
+    first = publish_weights(storage, 3, b"w3")
+    assert publish_weights(storage, 3, b"other bytes") == first
     assert storage.get("weights/3/model.safetensors") == b"w3"
 
 
-def test_a_version_left_half_written_is_written_again(storage: Storage) -> None:
+@pytest.mark.parametrize("of_another_version", [False, True])
+def test_an_invalid_version_does_not_exist_and_is_written_again(storage: Storage, of_another_version: bool) -> None:
     storage.put("weights/3/model.safetensors", b"torn")
+    if of_another_version:
+        write_folder(storage, "weights/3", {"model.safetensors": b"w2"}, lineage="main", version=2)
     assert read_published(storage, 3) is None
-    publish_weights(storage, 3, b"w3", "main")
+    publish_weights(storage, 3, b"w3")
     assert storage.get("weights/3/model.safetensors") == b"w3"
 
 
@@ -94,11 +73,11 @@ def test_the_pointer_never_goes_back(versions: list[int]) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"x", b"-3", b"3.0", b"3 4", "\u0663".encode(), b"\xff\x00", b"0x1"])
 def test_an_unreadable_pointer_counts_as_unchanged(storage: Storage, data: bytes) -> None:
-    publish_weights(storage, 3, b"w3", "main")
+    publish_weights(storage, 3, b"w3")
     storage.put(WEIGHTS_POINTER, data)
     assert read_pointer(storage, WEIGHTS_POINTER) is None
     assert latest_published(storage) is None
-    publish_weights(storage, 4, b"w4", "main")
+    publish_weights(storage, 4, b"w4")
     assert read_pointer(storage, WEIGHTS_POINTER) == 4
 
 
@@ -110,39 +89,15 @@ def test_a_pointer_to_missing_or_damaged_weights_is_ignored(storage: Storage) ->
 
 
 def test_a_larger_pointer_without_a_target_is_overwritten(storage: Storage) -> None:
-    publish_weights(storage, 3, b"w3", "main")
+    publish_weights(storage, 3, b"w3")
     storage.put(WEIGHTS_POINTER, b"90\n")
-    publish_weights(storage, 10, b"w10", "main")
+    publish_weights(storage, 10, b"w10")
     assert read_pointer(storage, WEIGHTS_POINTER) == 10
-
-
-@pytest.mark.parametrize("damage", [b"", b"1\n", b"7\n", None])
-def test_a_lost_or_outdated_pointer_is_restored(storage: Storage, damage: bytes | None) -> None:
-    for version in (1, 3):
-        publish_weights(storage, version, b"w", "main")
-    storage.remove(WEIGHTS_POINTER) if damage is None else storage.put(WEIGHTS_POINTER, damage)
-    assert restore_pointer(storage, 3)
-    assert read_pointer(storage, WEIGHTS_POINTER) == 3
-
-
-def test_a_pointer_is_not_restored_to_damaged_weights(storage: Storage) -> None:
-    publish_weights(storage, 3, b"w3", "main")
-    storage.put("weights/3/model.safetensors", b"w4")
-    storage.remove(WEIGHTS_POINTER)
-    assert not restore_pointer(storage, 3)
-    assert read_pointer(storage, WEIGHTS_POINTER) is None
-
-
-def test_weights_in_the_folder_of_another_version_are_ignored(storage: Storage) -> None:
-    write_folder(storage, "weights/3", {"model.safetensors": b"w2"}, lineage="main", version=2)
-    assert read_published(storage, 3) is None
-    publish_weights(storage, 3, b"w3", "main")
-    assert storage.get("weights/3/model.safetensors") == b"w3"
 
 
 def test_old_weights_are_removed_but_never_the_newest(storage: Storage) -> None:
     for version in (1, 2, 3, 10):
-        publish_weights(storage, version, b"w", "main")
+        publish_weights(storage, version, b"w")
     remove_weights_below(storage, 3)
     assert published_versions(storage) == [3, 10]
     remove_weights_below(storage, 99)
@@ -150,25 +105,20 @@ def test_old_weights_are_removed_but_never_the_newest(storage: Storage) -> None:
     assert latest_published(storage) is not None
 
 
-def test_without_a_readable_pointer_nothing_is_removed(storage: Storage) -> None:
+def test_removal_needs_a_pointer_and_takes_the_manifest_first(storage: Storage) -> None:
     for version in (1, 2):
-        publish_weights(storage, version, b"w", "main")
+        publish_weights(storage, version, b"w")
     storage.put(WEIGHTS_POINTER, b"?")
     remove_weights_below(storage, 99)
     assert published_versions(storage) == [1, 2]
-
-
-def test_removing_takes_the_manifest_first(storage: Storage) -> None:
-    for version in (1, 2):
-        publish_weights(storage, version, b"w", "main")
-
+    storage.put(WEIGHTS_POINTER, b"2\n")
     with pytest.raises(StorageError, match="killed"):
         remove_weights_below(FaultyStorage(storage, killed_before("remove", "weights/1")), 2)
     assert read_published(storage, 1) is None
 
 
 def test_only_folders_with_a_number_are_versions(storage: Storage) -> None:
-    publish_weights(storage, 12, b"w", "main")
+    publish_weights(storage, 12, b"w")
     for path in ("weights/notes/x", "weights/7", "weights/readme.txt"):
         storage.put(path, b"?")
     assert published_versions(storage) == [12]
@@ -182,7 +132,7 @@ def test_the_policy_of_a_checkpoint_loads_as_if_published(storage: Storage) -> N
     assert published is not None
     assert (published.version, published.folder) == (4, "global_step_4")
     assert dict(published.files) == {CHECKPOINT_MODEL_FILE: manifest.files[CHECKPOINT_MODEL_FILE]}
-    assert published.content_hash == publish_weights(storage, 4, b"policy", "main").content_hash
+    assert published.content_hash == publish_weights(storage, 4, b"policy").content_hash
     write_folder(storage, "global_step_5", {"other": b""}, lineage="main", version=5)
     assert read_checkpoint_weights(storage, "global_step_5") is None
     assert read_manifest(storage, "global_step_5") is not None
@@ -195,11 +145,11 @@ def test_a_checkpoint_of_several_ranks_has_one_file_per_rank(storage: Storage) -
     write_folder(storage, "global_step_4", {**kept, **others}, lineage="main", version=4)
     published = read_checkpoint_weights(storage, "global_step_4")
     assert published is not None and [name for name, _ in published.files] == list(kept)
-    assert published.content_hash == publish_weights(storage, 4, files, "main").content_hash
+    assert published.content_hash == publish_weights(storage, 4, files).content_hash
 
 
 def test_a_checkpoint_records_the_published_hash(storage: Storage) -> None:
-    published = publish_weights(storage, 4, b"narrow", "main")
+    published = publish_weights(storage, 4, b"narrow")
     files, extra = {CHECKPOINT_MODEL_FILE: b"wide"}, {WEIGHTS_HASH: published.content_hash}
     write_folder(storage, "global_step_4", files, lineage="main", version=4, extra=extra)
     kept = read_checkpoint_weights(storage, "global_step_4")

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rftdask.errors import StorageError, StorageRefusedError
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import (
@@ -37,11 +38,10 @@ from rftdask.synchronizer.publisher import Publisher
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.engines.tensor_files import stage_tensors
-from rftdask.trainer.ranks import Ranks
 from tests.thread_ranks import in_threads
+from tests.unit.synchronizer.sync_cases import new_storage
 
 TIMEOUT_S = 5.0
-_numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +50,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
-
-
-def new_storage() -> Storage:
-    return open_storage(f"memory://publisher-{next(_numbers)}")
 
 
 def tensors(version: int) -> dict[str, Tensor]:

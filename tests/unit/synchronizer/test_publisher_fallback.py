@@ -24,7 +24,7 @@ from rftdask.engines.client import EngineClient
 from rftdask.errors import RoleError, StorageError
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.node_cache import SHARED_MEMORY
-from rftdask.synchronizer.published import Published, read_published, read_requested_whole
+from rftdask.synchronizer.published import WHOLE_FILE, Published, read_published, read_requested_version
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from tests.unit.engines.engine_contract import engine_spec
@@ -88,7 +88,7 @@ def answering(storage: Storage, answer: Callable[[int], object]) -> Iterator[lis
 
     def look() -> None:
         while not ended.wait(0.02):
-            if version := read_requested_whole(storage):
+            if version := read_requested_version(storage, WHOLE_FILE):
                 storage.remove("control/whole_version.txt")
                 asked.append(version)
                 time.sleep(0.1)  # the requesting engine polls several times meanwhile
@@ -101,7 +101,7 @@ def answering(storage: Storage, answer: Callable[[int], object]) -> Iterator[lis
     finally:
         ended.set()
         thread.join()
-    assert read_requested_whole(storage) == 0, "files are requested once"
+    assert read_requested_version(storage, WHOLE_FILE) == 0, "files are requested once"
 
 
 def assert_serves(engine: EngineClient, published: Published) -> None:
@@ -167,7 +167,7 @@ def test_without_a_response_the_previous_version_stays_loaded(
     damage_delta(storage)
     with pytest.raises(StorageError, match=r"weights of version 2 cannot be loaded: .*do not match the manifest"):
         engine.load(storage, published)
-    assert read_requested_whole(storage) == 2
+    assert read_requested_version(storage, WHOLE_FILE) == 2
     assert engine.alive()
     assert_serves(engine, first)
     publisher.write_whole(2)
@@ -241,7 +241,7 @@ def test_without_time_it_is_tried_once_without_a_request(
     machines("engine's")
     with pytest.raises(StorageError, match=r"weights of version 2 could not be fetched from memory: .*no process"):
         engine.fetch(storage, published, 0.0)
-    assert read_requested_whole(storage) == 0
+    assert read_requested_version(storage, WHOLE_FILE) == 0
     assert engine.weights == served and engine.alive()
     publisher.write_held()
 
@@ -254,5 +254,5 @@ def test_a_cancelled_fetch_stops_waiting(
     is_cancelled = iter([False, True])
     with pytest.raises(RoleError, match="nobody wants them any more"):
         engine.fetch(storage, published, TIMEOUT_S, is_cancelled=lambda: next(is_cancelled))
-    assert read_requested_whole(storage) == 2
+    assert read_requested_version(storage, WHOLE_FILE) == 2
     publisher.write_held()

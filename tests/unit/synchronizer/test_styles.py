@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sync_simulation import Simulation
+from sync_simulation import Outcome, Simulation
 
 from rftdask.buffer.batches.backpressure import UnreadLimit
 from rftdask.buffer.batches.replay_priority import DecayLimitRandomization, Replay
@@ -65,9 +65,7 @@ def test_fixed_implies_its_bound(rules: SyncRules, bound: int) -> None:
 
 
 def other(style: SyncStyle, explorer: int = 1, trainer: int = 1, **fields: Any) -> SyncRules:
-    return SyncRules(
-        style, explorer, trainer, **{"sync_offset": 0, "experiences_per_step": 8, "train_batch_size": 8, **fields}
-    )
+    return dataclasses.replace(fixed(explorer, trainer), style=style, **fields)
 
 
 def test_explorer_driven_requests_trainable_versions() -> None:
@@ -161,55 +159,45 @@ def test_the_bound_of_fixed_holds_and_is_tight(drawn: tuple[SyncRules, int]) -> 
     assert max(ages) == rules.staleness_bound
 
 
-@settings(max_examples=200)
-@given(any_rules(), st.integers(0, 2**32), st.booleans())
-def test_no_style_deadlocks(drawn: tuple[SyncRules, int], seed: int, ahead: bool) -> None:
+def simulated(drawn: tuple[SyncRules, int], seed: int, explore_steps: int = 30, **options: Any) -> Outcome:
+    """Run a simulation, which must neither deadlock nor train a token beyond the bound."""
     rules, repeat_times = drawn
-    simulation = Simulation(
-        rules, repeat_times=repeat_times, explore_steps=30, seed=seed, window=1, sampling_ahead=ahead
-    )
+    simulation = Simulation(rules, repeat_times=repeat_times, explore_steps=explore_steps, seed=seed, **options)
     outcome = simulation.run()
     assert outcome.stuck == ""
-    assert outcome.train_steps == rules.num_steps_from(30)
     assert outcome.max_staleness <= rules.staleness_bound
+    assert len(set(outcome.settled)) == len(outcome.settled)
+    return outcome
+
+
+seeds, windows, empty_shares = st.integers(0, 2**32), st.integers(1, 4), st.sampled_from((0.0, 0.1))
+
+
+@settings(max_examples=200)
+@given(any_rules(), seeds, st.booleans())
+def test_no_style_deadlocks(drawn: tuple[SyncRules, int], seed: int, ahead: bool) -> None:
+    rules, outcome = drawn[0], simulated(drawn, seed, window=1, sampling_ahead=ahead)
+    assert outcome.train_steps == rules.num_steps_from(30)
     assert outcome.num_stale_groups == 0, "groups sampled within the rules are not dropped"
     if rules.style is FIXED:
         assert outcome.versions == [rules.weights_for(s).version for s in range(1, len(outcome.versions) + 1)]
 
 
 @settings(max_examples=200)
-@given(any_rules(min_groups=5), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from((0.0, 0.1)))
+@given(any_rules(min_groups=5), seeds, windows, empty_shares)
 def test_failed_or_late_groups_do_not_stop_a_run(
     drawn: tuple[SyncRules, int], seed: int, window: int, empty_share: float
 ) -> None:
-    rules, repeat_times = drawn
-    simulation = Simulation(
-        rules, repeat_times=repeat_times, explore_steps=30, seed=seed, window=window, empty_share=empty_share
-    )
-    outcome = simulation.run()
-    assert outcome.stuck == ""
-    assert outcome.max_staleness <= rules.staleness_bound
+    simulated(drawn, seed, window=window, empty_share=empty_share)
 
 
 @settings(max_examples=60)
-@given(any_rules(), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from((0.0, 0.1)))
+@given(any_rules(), seeds, windows, empty_shares)
 def test_partial_batches_stop_no_style(
     drawn: tuple[SyncRules, int], seed: int, window: int, empty_share: float
 ) -> None:
     rules, repeat_times = drawn
-    simulation = Simulation(
-        rules,
-        repeat_times=repeat_times,
-        explore_steps=30,
-        seed=seed,
-        window=window,
-        empty_share=empty_share,
-        partial_share=0.05,
-    )
-    outcome = simulation.run()
-    assert outcome.stuck == ""
-    assert outcome.max_staleness <= rules.staleness_bound
-    assert len(set(outcome.settled)) == len(outcome.settled)
+    outcome = simulated(drawn, seed, window=window, empty_share=empty_share, partial_share=0.05)
     groups, size = 30 * rules.experiences_per_step // repeat_times, rules.train_batch_size // repeat_times
     assert len(outcome.settled) >= groups - groups % size, "as many groups as with full batches"
     if rules.style is FIXED:
@@ -218,19 +206,17 @@ def test_partial_batches_stop_no_style(
 
 @settings(max_examples=60)
 @given(
-    any_rules(),
-    st.integers(0, 2**32),
-    st.sampled_from((0.0, 0.1)),
-    st.sampled_from((0.0, 0.03)),
-    st.sampled_from((0.5, 2.0)),
-    st.none() | st.integers(1, 3),
-    st.none() | st.integers(0, 9),
+    drawn=any_rules(),
+    seed=seeds,
+    shares=st.fixed_dictionaries({"empty_share": empty_shares, "partial_share": st.sampled_from((0.0, 0.03))}),
+    decay=st.sampled_from((0.5, 2.0)),
+    limit=st.none() | st.integers(1, 3),
+    bound=st.none() | st.integers(0, 9),
 )
 def test_replay_stops_no_style_and_keeps_the_bound(
     drawn: tuple[SyncRules, int],
     seed: int,
-    empty_share: float,
-    partial_share: float,
+    shares: dict[str, float],
     decay: float,
     limit: int | None,
     bound: int | None,
@@ -238,33 +224,18 @@ def test_replay_stops_no_style_and_keeps_the_bound(
     rules, repeat_times = drawn
     if bound is not None:
         rules = dataclasses.replace(rules, max_staleness=max(bound, rules.smallest_staleness_bound))
-    simulation = Simulation(
-        rules,
-        repeat_times=repeat_times,
-        explore_steps=20,
-        seed=seed,
-        empty_share=empty_share,
-        partial_share=partial_share,
-        replay=Replay(DecayLimitRandomization(decay, limit, sigma=0.3), reuse_cooldown_s=0.0),
-    )
-    outcome = simulation.run()
-    assert outcome.stuck == ""
-    assert outcome.max_staleness <= rules.staleness_bound
-    assert len(set(outcome.settled)) == len(outcome.settled)
+    replay = Replay(DecayLimitRandomization(decay, limit, sigma=0.3), reuse_cooldown_s=0.0)
+    simulated((rules, repeat_times), seed, explore_steps=20, replay=replay, **shares)
 
 
 @settings(max_examples=60)
-@given(any_rules(), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 40), st.booleans())
+@given(any_rules(), seeds, windows, st.integers(1, 40), st.booleans())
 def test_backpressure_stops_no_style(
     drawn: tuple[SyncRules, int], seed: int, window: int, limit: int, in_bytes: bool
 ) -> None:
     rules, repeat_times = drawn
     size = rules.train_batch_size // repeat_times
     unread_limit = UnreadLimit(None if in_bytes else limit, 100 * limit if in_bytes else None, always=size)
-    simulation = Simulation(
-        rules, repeat_times=repeat_times, explore_steps=30, seed=seed, window=window, unread_limit=unread_limit
-    )
-    outcome = simulation.run()
-    assert outcome.stuck == ""
+    outcome = simulated(drawn, seed, window=window, unread_limit=unread_limit)
     assert outcome.train_steps == rules.num_steps_from(30)
     assert outcome.max_unread_groups < max(limit, size)

@@ -34,6 +34,7 @@ from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.engines.tensor_files import stage_tensors
 from rftdask.trainer.model import (
@@ -47,7 +48,6 @@ from rftdask.trainer.model import (
     token_logprobs,
 )
 from rftdask.trainer.packing import PackedRows, pack_rows
-from rftdask.trainer.ranks import Ranks
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
 from tests.unit.engines.tiny_models import save_tiny_mixture
 

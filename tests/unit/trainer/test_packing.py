@@ -235,36 +235,11 @@ def test_grouped_heads_are_enabled_if_the_kernel_has_a_switch(monkeypatch: pytes
     spans = Spans((4, 2), (4, 2), (ends := torch.tensor([0, 4, 6], dtype=torch.int32)), ends, None)
     asked: list[dict[str, Any]] = []
 
-    def of_2_11(
-        query: Any,
-        key: Any,
-        value: Any,
-        cu_q: Any,
-        cu_k: Any,
-        max_q: int,
-        max_k: int,
-        *,
-        return_aux: Any = None,
-        scale: Any = None,
-        window_size: Any = (-1, -1),
-    ) -> torch.Tensor:
+    def of_2_11(query: Tensor, *others: Any, scale: Any, window_size: Any) -> Tensor:
         asked.append({"window_size": window_size})
         return torch.zeros_like(query)
 
-    def of_2_12(
-        query: Any,
-        key: Any,
-        value: Any,
-        cu_q: Any,
-        cu_k: Any,
-        max_q: int,
-        max_k: int,
-        *,
-        return_aux: Any = None,
-        scale: Any = None,
-        window_size: Any = (-1, -1),
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    def of_2_12(query: Tensor, *others: Any, scale: Any, window_size: Any, enable_gqa: bool = False) -> Tensor:
         asked.append({"window_size": window_size, "enable_gqa": enable_gqa})
         return torch.zeros_like(query)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from rftdask.errors import DataError
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.attention import pack_if_equal
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
-from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.sequence import SequenceSplit
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
 from tests.thread_ranks import in_threads

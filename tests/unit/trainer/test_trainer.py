@@ -14,7 +14,6 @@ from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import LogSource
-from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.errors import DamagedError, StorageError, WaitTimeout
@@ -33,18 +32,42 @@ from rftdask.testing.crashtest.ending import read_weights
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_steps, newest_valid_checkpoint
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from tests.unit.trainer.trainer_cases import Sink, fill_log, make_trainer, new_storage
+from tests.unit.trainer.trainer_cases import Sink, fill_log, make_trainer, new_storage, source_of
 
 NUM_STEPS = 5
+HELD_OUT = [supervised_batch([([1, 2], 1, None)], ["held-out"])]
 WAIT_S = 60.0
 """Seconds that a thread waits for another one; never reached, even on a busy machine."""
 
 
-@pytest.fixture
-def storage() -> Storage:
+def filled() -> Storage:
     store = new_storage()
     fill_log(store, NUM_STEPS)
     return store
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return filled()
+
+
+def undisturbed(**options: Any) -> Storage:
+    """Storage of a run that nothing has killed."""
+    store = filled()
+    make_trainer(store, **options).run()
+    return store
+
+
+def unsealed(steps: int = 1) -> Storage:
+    """Storage with a log that may grow."""
+    store = new_storage()
+    fill_log(store, steps, is_finished=False)
+    return store
+
+
+def exports(storage: Storage) -> list[int]:
+    steps = checkpoint_steps(storage)
+    return [step for step in steps if storage.exists(f"global_step_{step}/{HF_FOLDER}/model.safetensors")]
 
 
 def final_state(storage: Storage) -> dict[str, Any]:
@@ -76,14 +99,8 @@ def test_a_step_reads_trains_publishes_saves_then_records(storage: Storage) -> N
     published = [e for e in readable if e.startswith(("weights/", WEIGHTS_POINTER, "WeightsPublished"))]
     # Another thread publishes in this order while the steps continue.
     assert published == [
-        "weights/1/model.safetensors",
-        "weights/1/MANIFEST.json",
-        WEIGHTS_POINTER,
-        "WeightsPublished 1",
-        "weights/2/model.safetensors",
-        "weights/2/MANIFEST.json",
-        WEIGHTS_POINTER,
-        "WeightsPublished 2",
+        *("weights/1/model.safetensors", "weights/1/MANIFEST.json", WEIGHTS_POINTER, "WeightsPublished 1"),
+        *("weights/2/model.safetensors", "weights/2/MANIFEST.json", WEIGHTS_POINTER, "WeightsPublished 2"),
     ]
     assert [e for e in readable if e not in published] == [
         "Started 0",
@@ -133,18 +150,14 @@ def test_a_checkpoint_is_committed_after_its_publication(storage: Storage) -> No
 
 
 def test_a_failed_publication_ends_a_waiting_run() -> None:
-    storage = new_storage()
-    fill_log(storage, 1)
-    ParquetLog(storage).unseal()
-    rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
-    source = LogSource(ParquetLog(storage), Ledger(storage), rule, tasks_per_unit=1, max_read_timeout_s=30.0)
+    storage = unsealed()
 
     def fail(verb: str, path: str, stage: str) -> None:
         if verb == "put" and path.startswith("weights/"):
             raise StorageError("the disk is full")
 
     with pytest.raises(StorageError, match="the disk is full"):
-        make_trainer(FaultyStorage(storage, fail), source=source).run()
+        make_trainer(FaultyStorage(storage, fail), source=source_of(storage, timeout_s=30.0)).run()
     assert read_pointer(storage, WEIGHTS_POINTER) is None
 
 
@@ -165,19 +178,14 @@ def test_a_run_trains_the_whole_log_and_saves_the_result(storage: Storage) -> No
 @pytest.mark.parametrize(("interval", "steps"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (5, [0, 5])])
 def test_held_out_rows_are_evaluated_at_the_interval(storage: Storage, interval: int, steps: list[int]) -> None:
     sink = Sink()
-    trainer = make_trainer(storage, eval_interval=interval)
-    trainer.held_out = [supervised_batch([([1, 2], 1, None)], ["held-out"])]
-    trainer.eval_metrics = sink
-    trainer.run()
+    make_trainer(storage, eval_interval=interval, held_out=HELD_OUT, eval_metrics=sink).run()
     assert sink.rows == [(step, {"eval_loss": 0.0}) for step in steps] and sink.num_flushed == len(steps)
 
 
 def test_a_resumed_run_does_not_repeat_the_first_evaluation(storage: Storage) -> None:
     make_trainer(storage, total_steps=2).run()
     sink = Sink()
-    trainer = make_trainer(storage)
-    trainer.held_out, trainer.eval_metrics = [supervised_batch([([1, 2], 1, None)], ["held-out"])], sink
-    trainer.run()
+    make_trainer(storage, held_out=HELD_OUT, eval_metrics=sink).run()
     assert [step for step, _ in sink.rows] == [5]
 
 
@@ -205,17 +213,13 @@ def run_killed_at(storage: Storage, kill_at: int, **options: Any) -> bool:
 
 @pytest.mark.parametrize("keep", [0, 1])
 def test_a_run_killed_at_any_write_ends_in_the_same_state(keep: int) -> None:
-    whole = new_storage()
-    fill_log(whole, NUM_STEPS)
-    make_trainer(whole, keep=keep).run()
-    expected = final_state(whole)
+    expected = final_state(undisturbed(keep=keep))
     expected["ledger"] = [(entry.step, entry.positions) for entry in expected["ledger"]]
     kill_at = 0
     was_killed = True
     while was_killed:
         kill_at += 1
-        storage = new_storage()
-        fill_log(storage, NUM_STEPS)
+        storage = filled()
         was_killed = run_killed_at(storage, kill_at, keep=keep)
         before = [read_pointer(storage, name) or 0 for name in (WEIGHTS_POINTER, CHECKPOINT_POINTER)]
         assert before[1] == 0 or is_valid(storage, f"global_step_{before[1]}"), "the pointer names what is complete"
@@ -233,10 +237,7 @@ def test_killed_again_and_again_a_run_still_ends(storage: Storage) -> None:
     while run_killed_at(storage, 25):
         kills += 1
     assert kills >= 2
-    whole = new_storage()
-    fill_log(whole, NUM_STEPS)
-    make_trainer(whole).run()
-    assert final_state(storage)["weights"] == final_state(whole)["weights"]
+    assert final_state(storage)["weights"] == final_state(undisturbed())["weights"]
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_previous_one(storage: Storage) -> None:
@@ -246,10 +247,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(storage: Storage) -
     events: list[Event] = []
     make_trainer(storage, events=events).run()
     assert events[0] == Started(2)
-    whole = new_storage()
-    fill_log(whole, NUM_STEPS)
-    make_trainer(whole).run()
-    assert final_state(storage)["weights"] == final_state(whole)["weights"]
+    assert final_state(storage)["weights"] == final_state(undisturbed())["weights"]
     assert is_valid(storage, "global_step_4")
 
 
@@ -261,31 +259,21 @@ def test_the_last_checkpoint_has_the_export_at_an_early_end(
     storage: Storage, total_steps: int | None, save_interval: int, exported: list[int]
 ) -> None:
     make_trainer(storage, total_steps=total_steps, save_interval=save_interval).run()
-    assert [
-        s for s in checkpoint_steps(storage) if storage.exists(f"global_step_{s}/{HF_FOLDER}/model.safetensors")
-    ] == exported
+    assert exports(storage) == exported
     assert all(is_valid(storage, f"global_step_{step}") for step in checkpoint_steps(storage))
 
 
 @pytest.mark.parametrize(("save", "exported"), [("always", [2, 4, 5]), ("never", [])])
 def test_exports_can_be_forced_or_disabled(storage: Storage, save: str, exported: list[int]) -> None:
     make_trainer(storage, save_hf_checkpoint=save).run()
-    assert [
-        s for s in checkpoint_steps(storage) if storage.exists(f"global_step_{s}/{HF_FOLDER}/model.safetensors")
-    ] == exported
+    assert exports(storage) == exported
 
 
 def test_a_later_start_that_ends_earlier_still_makes_the_export(storage: Storage) -> None:
     run_killed_at(storage, 45)
-    step = newest_valid_checkpoint(storage)
-    assert step == 2
+    assert newest_valid_checkpoint(storage) == 2
     assert make_trainer(storage, total_steps=2).run() == Ended(2, stopped=False)
-    assert storage.exists(f"global_step_2/{HF_FOLDER}/model.safetensors")
-
-
-def test_only_so_many_checkpoints_are_kept(storage: Storage) -> None:
-    make_trainer(storage, save_interval=1, keep=2).run()
-    assert checkpoint_steps(storage) == [4, 5]
+    assert exports(storage) == [2]
 
 
 def test_timed_checkpoints_are_saved_and_removed(storage: Storage) -> None:
@@ -293,10 +281,8 @@ def test_timed_checkpoints_are_saved_and_removed(storage: Storage) -> None:
     at_each_step = lambda *_: seen.append(checkpoint_steps(storage)) or True  # noqa: E731
     make_trainer(storage, save_interval=3, save_minutes=1e-9, publish_due=at_each_step).run()
     assert checkpoint_steps(storage) == [3, 4, 5], "3 is of the interval, 5 the last, and 4 the newest other"
-    assert [1] in seen
-    assert [1, 2] in seen
-    assert storage.exists(f"global_step_5/{HF_FOLDER}/model.safetensors")
-    assert not storage.exists(f"global_step_4/{HF_FOLDER}/model.safetensors")
+    assert [1] in seen and [1, 2] in seen
+    assert exports(storage) == [5]
 
 
 def test_a_stop_that_turns_out_to_be_the_end_is_kept_for_good(storage: Storage) -> None:
@@ -311,40 +297,29 @@ def test_a_stop_that_turns_out_to_be_the_end_is_kept_for_good(storage: Storage) 
 def test_save_minutes_0_saves_nothing_by_the_clock(storage: Storage) -> None:
     make_trainer(storage, save_interval=0, save_minutes=0).run()
     assert checkpoint_steps(storage) == [NUM_STEPS]
-    again = new_storage()
-    fill_log(again, NUM_STEPS)
-    make_trainer(again, save_interval=0).run()
-    assert checkpoint_steps(again) == [NUM_STEPS], "steps of milliseconds, and it is every 10 minutes"
+    by_default = undisturbed(save_interval=0)
+    assert checkpoint_steps(by_default) == [NUM_STEPS], "steps of milliseconds, and it is every 10 minutes"
 
 
-def test_a_run_killed_between_timed_saves_ends_the_same(storage: Storage) -> None:
-    whole = new_storage()
-    fill_log(whole, NUM_STEPS)
-    make_trainer(whole).run()
+def test_a_run_killed_between_timed_saves_ends_the_same() -> None:
+    whole = undisturbed()
     for kill_at in range(5, 90, 7):
-        killed = new_storage()
-        fill_log(killed, NUM_STEPS)
+        killed = filled()
         run_killed_at(killed, kill_at, save_interval=0, save_minutes=1e-9)
         make_trainer(killed, save_interval=0, save_minutes=1e-9).run()
         assert final_state(killed)["weights"] == final_state(whole)["weights"]
         assert checkpoint_steps(killed) == [4, 5]
 
 
-def test_a_killed_run_with_deltas_ends_like_one_without(
-    storage: Storage,
-) -> None:
-    make_trainer(storage).run()
-    undisturbed = new_storage()
-    fill_log(undisturbed, NUM_STEPS)
-    make_trainer(undisturbed, full_publish_interval=3).run()
+def test_a_killed_run_with_deltas_ends_like_one_without() -> None:
+    storage, deltas = undisturbed(), undisturbed(full_publish_interval=3)
     expected = {**final_state(storage), "ledger": None}  # names of shards differ from log to log
-    assert {**final_state(undisturbed), "ledger": None} == expected
-    found = [read_published(undisturbed, version) for version in range(1, NUM_STEPS + 1)]
+    assert {**final_state(deltas), "ledger": None} == expected
+    found = [read_published(deltas, version) for version in range(1, NUM_STEPS + 1)]
     assert [one and one.delta and one.delta.base for one in found] == [None, 1, 2, None, 4]
     assert found == [read_published(storage, version) for version in range(1, NUM_STEPS + 1)], "of the same names"
     for kill_at in range(5, 60, 6):
-        killed = new_storage()
-        fill_log(killed, NUM_STEPS)
+        killed = filled()
         run_killed_at(killed, kill_at, full_publish_interval=3)
         newest = latest_published(killed)
         assert newest is None or read_weights(killed, newest.version) == read_weights(storage, newest.version)
@@ -368,15 +343,11 @@ def test_a_waiting_trainer_writes_requested_full_weights(storage: Storage) -> No
 def test_a_stop_on_request_ends_after_the_step_with_a_checkpoint(storage: Storage) -> None:
     asked: list[int] = []
     trainer = make_trainer(storage, should_stop=lambda: len(asked) == 3 or asked.append(1) is not None, save_interval=0)
-    result = trainer.run()
-    assert result == Ended(step=3, stopped=True), "it is asked before each batch"
+    assert trainer.run() == Ended(step=3, stopped=True), "it is asked before each batch"
     assert checkpoint_steps(storage) == [3]
     assert read_pointer(storage, WEIGHTS_POINTER) == 3
     assert make_trainer(storage).run() == Ended(NUM_STEPS, stopped=False)
-    whole = new_storage()
-    fill_log(whole, NUM_STEPS)
-    make_trainer(whole).run()
-    assert final_state(storage)["weights"] == final_state(whole)["weights"]
+    assert final_state(storage)["weights"] == final_state(undisturbed())["weights"]
 
 
 def test_a_stop_before_the_first_batch_writes_nothing() -> None:
@@ -402,22 +373,18 @@ def test_a_run_that_is_done_does_nothing_when_started_again(storage: Storage) ->
     assert events == [Started(5)]
 
 
-def test_weights_are_published_when_they_are_due_and_at_the_end(storage: Storage) -> None:
-    make_trainer(storage, publish_due=lambda step, published: step % 3 == 0).run()
-    assert published_versions(storage) == [3, 5]
-
-
-def test_weights_without_a_reader_are_not_published(storage: Storage) -> None:
-    make_trainer(storage, publish_due=None).run()
-    assert published_versions(storage) == []
+@pytest.mark.parametrize(
+    ("publish_due", "versions"), [(lambda step, published: step % 3 == 0, [3, 5]), (None, [])], ids=["due", "no reader"]
+)
+def test_weights_are_published_when_they_are_due_and_at_the_end(
+    storage: Storage, publish_due: Any, versions: list[int]
+) -> None:
+    make_trainer(storage, publish_due=publish_due).run()
+    assert published_versions(storage) == versions
 
 
 def test_requested_weights_are_published_while_the_trainer_waits() -> None:
-    storage = new_storage()
-    fill_log(storage, 1)
-    ParquetLog(storage).unseal()
-    rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
-    source = LogSource(ParquetLog(storage), Ledger(storage), rule, tasks_per_unit=1, max_read_timeout_s=30.0)
+    storage = unsealed()
     looks: list[list[int]] = []
 
     def should_stop() -> bool:
@@ -427,6 +394,7 @@ def test_requested_weights_are_published_while_the_trainer_waits() -> None:
     def publish_due(step: int, published: int) -> bool:
         return len(looks) >= 3  # asked for while batch 2 is waited for
 
+    source = source_of(storage, timeout_s=30.0)
     ended = make_trainer(storage, source=source, publish_due=publish_due, should_stop=should_stop).run()
     assert ended == Ended(1, stopped=True)
     assert looks[:3] == [[], [], []] and looks[-1] == [1]  # how many between, the writing thread decides
@@ -483,9 +451,7 @@ def test_rewards_and_lengths_are_those_of_rollouts_not_of_turns() -> None:
 
 
 def test_data_that_does_not_come_is_an_error_of_the_run() -> None:
-    storage = new_storage()
-    fill_log(storage, 1)
-    ParquetLog(storage).unseal()
+    storage = unsealed()
     with pytest.raises(WaitTimeout, match="batch 2 was not complete"):
         make_trainer(storage).run()
     assert read_pointer(storage, WEIGHTS_POINTER) == 1
@@ -510,11 +476,12 @@ def test_a_checkpoint_holds_everything_a_new_process_needs(storage: Storage) -> 
     assert state == {"step": 2, "lineage": "main", "published": 2, "source": {"low": 3, "beyond": []}}
 
 
+@pytest.mark.parametrize("data", [b"1\n", b"7\n", None])
 @pytest.mark.parametrize("damaged", [WEIGHTS_POINTER, CHECKPOINT_POINTER, f"weights/{NUM_STEPS}/model.safetensors"])
-def test_restarting_a_finished_run_restores_its_pointers(storage: Storage, damaged: str) -> None:
+def test_restarting_a_finished_run_restores_its_pointers(storage: Storage, damaged: str, data: bytes | None) -> None:
     make_trainer(storage).run()
     expected = final_state(storage)
-    storage.put(damaged, b"1\n")
+    storage.remove(damaged) if data is None else storage.put(damaged, data)
     make_trainer(storage).run()
     assert final_state(storage) == expected
 
@@ -561,8 +528,6 @@ def test_shards_that_came_since_are_read_while_a_step_trains() -> None:
             read_in_time.append(was_read.wait(WAIT_S))
             return super().train_step(batch, step)
 
-    noted = FaultyStorage(storage, note)
-    rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
-    source = Late(ParquetLog(noted), Ledger(storage), rule, tasks_per_unit=1, max_read_timeout_s=WAIT_S)
+    source = source_of(FaultyStorage(storage, note), timeout_s=WAIT_S, kind=Late)
     assert make_trainer(storage, engine=Waiting(), source=source).run() == Ended(2, False)
     assert read_in_time == [True, True]

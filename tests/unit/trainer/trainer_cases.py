@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
-from rftdask.buffer.batches.source import BatchSource
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
@@ -19,12 +22,13 @@ from rftdask.config.schema.model import LoraConfig
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.monitor.events import Event
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import Trainer
+from tests.numerics import shifted_seed
 
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
+"""Arguments of `build_toy_model`."""
 _numbers = itertools.count()
 
 
@@ -38,11 +42,7 @@ def fill_log(storage: Storage, steps: int, *, first: int = 1, is_finished: bool 
     for step in range(first, steps + 1):
         rows = [
             Experience(
-                "t",
-                0,
-                step,
-                k,
-                step,
+                *("t", 0, step, k, step),
                 tokens=(1, step, k),
                 prompt_length=1,
                 rollout_logprobs=(-1.0, -2.0),
@@ -53,6 +53,20 @@ def fill_log(storage: Storage, steps: int, *, first: int = 1, is_finished: bool 
         log.commit(rows, explore_step=step, unit=0)
     if is_finished:
         log.seal(steps)
+
+
+def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> TrainingBatch:
+    """Random rollouts of three to six tokens, two prompt tokens each."""
+    random = np.random.default_rng(shifted_seed(seed))
+    rows = [(random.integers(2, 200, 2 + random.integers(3, 7)).tolist(), 2, None) for _ in range(num_groups * size)]
+    batch = supervised_batch(rows, [f"t/0/{i // size}/{i % size}/0" for i in range(len(rows))], size)
+    return replace(
+        batch,
+        rewards=random.random(len(batch)).astype(np.float32),
+        rollout_logprobs=-5.0 - random.random(len(batch.rollout_logprobs)).astype(np.float32),
+        experts=np.zeros(len(batch), bool),
+        baselines=random.random(len(batch)).astype(np.float32),
+    )
 
 
 def engine_config(model: Path | str, lora: LoraConfig | None = None, **overrides: Any) -> Config:
@@ -85,10 +99,13 @@ class Sink:
         self.num_flushed = len(self.rows)
 
 
-def source_of(storage: Storage, lineage: str = "main") -> LogSource:
+def source_of(
+    storage: Storage, lineage: str = "main", timeout_s: float = 0.0, kind: type[LogSource] = LogSource
+) -> LogSource:
     """Batches of one group each."""
     rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
-    return LogSource(ParquetLog(storage), Ledger(storage, lineage), rule, tasks_per_unit=1, max_read_timeout_s=0.0)
+    ledger = Ledger(storage, lineage)
+    return kind(ParquetLog(storage), ledger, rule, tasks_per_unit=1, max_read_timeout_s=timeout_s)
 
 
 def make_trainer(
@@ -97,36 +114,27 @@ def make_trainer(
     events: list[Event] | None = None,
     sink: Sink | None = None,
     keep: int = 0,
-    total_steps: int | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    publish_due: Callable[[int, int], bool] | None = lambda step, published: True,
-    engine: FakeTrainEngine | None = None,
-    source: BatchSource | None = None,
-    checkpoints: Checkpoints | None = None,
-    ranks: Ranks | None = None,
-    readers: Ranks | None = None,
-    full_publish_interval: int = 1,
-    whole_requested: Callable[[int], bool] = lambda version: False,
-    holder: InMemoryPublisher | None = None,
     lineage: str = "main",
-    **section: Any,
+    **options: Any,
 ) -> Trainer:
-    """A new process' trainer; its defaults: to the end of the log, a checkpoint every 2 steps."""
+    """A new process' trainer; its defaults: to the end of the log, a checkpoint every 2 steps.
+
+    options: fields of Trainer and of its section.
+    """
+    section = {name: options.pop(name) for name in [*options] if name not in Trainer.__dataclass_fields__}
+    defaults: dict[str, Any] = {
+        "engine": FakeTrainEngine(),
+        "source": source_of(storage, lineage),
+        "checkpoints": Checkpoints(storage, lineage, keep),
+        "total_steps": None,
+        "publish_due": lambda step, published: True,
+        "should_stop": lambda: False,
+    }
     return Trainer(
-        engine=engine or FakeTrainEngine(),
-        source=source or source_of(storage, lineage),
-        checkpoints=checkpoints or Checkpoints(storage, lineage, keep),
         storage=storage,
         metrics=sink or Sink(),
         section=TrainerConfig(**{"save_interval": 2, **section}),
-        total_steps=total_steps,
-        readers=readers,
         lineage=lineage,
-        publish_due=publish_due,
-        should_stop=should_stop,
         emit=(events if events is not None else []).append,
-        ranks=ranks or Ranks(),
-        full_publish_interval=full_publish_interval,
-        whole_requested=whole_requested,
-        holder=holder,
+        **{**defaults, **options},
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from rftdask.trainer.ranks import Ranks
+from rftdask.processes.ranks import Ranks
 
 
 class Strategy:

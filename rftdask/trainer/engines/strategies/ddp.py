@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.strategies.base import Strategy
-from rftdask.trainer.ranks import Ranks
 
 _BUCKET = 2**25
 """Elements summed in one call: 128 MiB of float32. Fixed, since the order of additions depends on it."""

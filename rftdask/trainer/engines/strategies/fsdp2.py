@@ -21,9 +21,9 @@ from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 from rftdask.config.schema.trainer import TrainerConfig
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.strategies.base import Strategy, give_back, local, take_read
 from rftdask.trainer.engines.strategies.tensor import TensorParallel, clip_parts, is_cut
-from rftdask.trainer.ranks import Ranks
 
 
 class FSDP2(Strategy):

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from rftdask.errors import DataError
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.strategies.base import Strategy, give_back, local, take_read
 from rftdask.trainer.engines.strategies.ddp import add_up
-from rftdask.trainer.ranks import Ranks
 
 _EXPERTS = "grouped_gemm"
 """Style of experts' weights, of which each rank holds some experts."""

@@ -23,7 +23,7 @@ from rftdask.monitor.metrics import MetricsWriter
 from rftdask.run.run_folder import open_run
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.manifest import write_folder
-from rftdask.synchronizer.published import publish_weights
+from tests.unit.synchronizer.sync_cases import publish_weights
 
 EVIL = "<script>alert('x')</script>\x1b[2J\u202e"
 """Possible model text: markup, terminal codes, a change of text direction."""
@@ -115,8 +115,8 @@ def make_run(root: str, config: Config | None = None) -> Case:
     )  # fmt: skip
     evil = experience(3, 0, response_text=EVIL, loss_mask=(True, False))
     second = log.commit([*group(2), evil, failed], explore_step=1, unit=1)
-    first_hash = publish_weights(storage, 1, b"weights one", "main").content_hash
-    publish_weights(storage, 2, b"weights two", "main")
+    first_hash = publish_weights(storage, 1, b"weights one").content_hash
+    publish_weights(storage, 2, b"weights two")
     versions = {"explore_step": 2, "min_policy_version": 1, "max_policy_version": 1}
     rows = [*group(4, weights_hash=first_hash, **versions), experience(5, 0, weights_hash=first_hash, **versions)]
     waiting = log.commit([*rows, experience(5, 1, weights_hash="f" * 16, **versions)], explore_step=2, unit=0)

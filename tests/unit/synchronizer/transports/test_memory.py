@@ -6,7 +6,6 @@ memory a version is written to storage at once.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from rftdask.errors import NotFoundError
+from rftdask.processes.ranks import Ranks
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.synchronizer.node_cache import SHARED_MEMORY, NodeCache
@@ -30,13 +30,12 @@ from rftdask.synchronizer.published import (
 )
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.synchronizer.transports.memory import InMemoryPublisher
-from rftdask.trainer.ranks import Ranks
 from tests.thread_ranks import in_threads
+from tests.unit.synchronizer.sync_cases import new_storage
 from tests.unit.synchronizer.test_publisher import staged
 
 TIMEOUT_S = 5.0
 SAID = Fingerprint(sequences=((3, 1, 4),), logprobs=((-2.5, -0.1),), dtype="float32")
-_numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +50,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(params=["folder", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return open_storage(str(tmp_path / "run") if request.param == "folder" else f"memory://held-{next(_numbers)}")
+    return open_storage(str(tmp_path / "run")) if request.param == "folder" else new_storage()
 
 
 def together(storage: Storage, size: int, work: Callable[[Publisher, Ranks], Any], *, holds: bool = True) -> list[Any]:
@@ -78,7 +77,7 @@ def left(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_in_memory_files_equal_stored_files(storage: Storage, size: int, memory: Path) -> None:
-    as_files = open_storage(f"memory://held-{next(_numbers)}")
+    as_files = new_storage()
     (expected, *_) = together(as_files, size, lambda publisher, ranks: publish(publisher, ranks, 1), holds=False)
 
     def work(publisher: Publisher, ranks: Ranks) -> dict[str, bytes]:

@@ -5,12 +5,14 @@ Kills and real machines are tested in tests/integration/weights.
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,31 +143,27 @@ def test_members_that_join_together_or_late_get_the_file(server: Published) -> N
     assert take(server) == DATA
 
 
-def test_a_silent_member_costs_the_others_one_group(server: Published, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def silent(server: Published, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Store of the server, to which a member has sent a join request before it fell silent."""
     assert server.held is not None
     monkeypatch.setattr(group_broadcast, "_ANSWER_S", 3.0)
     store = group_broadcast._store(dict(server.held.addresses)["model.safetensors"], is_master=False)
-    store.queue_push(
-        group_broadcast._JOIN_REQUESTS,
-        f'[1, "{server.content_hash}", "model.safetensors", "reply-key-of-a-dead-member"]',
-    )
+    request = [1, server.content_hash, "model.safetensors", "reply-key-of-a-dead-member"]
+    store.queue_push(group_broadcast._JOIN_REQUESTS, json.dumps(request))
+    return store
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_silent_member_costs_the_others_one_group(server: Published, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WaitTimeout, match="did not arrive from"):
         take(server)
     monkeypatch.setattr(group_broadcast, "_ANSWER_S", 60.0)  # all members are alive, but the machine may be busy
     assert take(server) == DATA
 
 
-def test_a_silent_member_does_not_stop_the_rank(
-    server: Published, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert server.held is not None
-    monkeypatch.setattr(group_broadcast, "_ANSWER_S", 3.0)
-    store = group_broadcast._store(dict(server.held.addresses)["model.safetensors"], is_master=False)
-    store.queue_push(
-        group_broadcast._JOIN_REQUESTS,
-        f'[1, "{server.content_hash}", "model.safetensors", "reply-key-of-a-dead-member"]',
-    )
-    store.wait(["reply-key-of-a-dead-member"], timedelta(seconds=60))
+def test_a_silent_member_does_not_stop_the_rank(silent: Any, caplog: pytest.LogCaptureFixture) -> None:
+    silent.wait(["reply-key-of-a-dead-member"], timedelta(seconds=60))
     for _ in range(5):
         time.sleep(0.05)  # Python code of a rank that trains meanwhile
     assert not caplog.messages, "the group still waits"

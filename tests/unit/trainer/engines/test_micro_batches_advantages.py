@@ -19,8 +19,8 @@ from rftdask.algorithm.advantages.tokens import token_result
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.micro_batches import DeviceBatch, takes_parts
-from rftdask.trainer.ranks import Ranks
 from tests.numerics import shifted_seed
 from tests.thread_ranks import in_threads
 

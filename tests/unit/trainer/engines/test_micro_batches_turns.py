@@ -4,7 +4,6 @@ logprobs of its tokens equal the trainer's up to 1e-4 in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from rftdask.buffer.log.formats import decode_parquet
 from rftdask.buffer.log.schema import Experience, Turn
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
-from rftdask.models.toy import build_toy_model
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Task
 from rftdask.rollouts.workflows.registry import workflow
@@ -36,14 +34,6 @@ from tests.unit.rollouts.rollout_cases import outcome, task
 from tests.unit.trainer.trainer_cases import engine_config
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("conversations") / "policy"
-    build_toy_model(folder, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
-    yield folder
-    torch.use_deterministic_algorithms(False)
 
 
 def batches() -> tuple[TrainingBatch, TrainingBatch]:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rftdask.config.schema.optimizer import OPTIMIZERS, OptimizerConfig
 from rftdask.errors import RoleError, UserError
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.strategies.base import Strategy
-from rftdask.trainer.ranks import Ranks
 
 NAME = "actor/optim.safetensors"
 

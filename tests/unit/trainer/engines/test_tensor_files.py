@@ -25,14 +25,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from rftdask.errors import DamagedError, RoleError
+from rftdask.processes.ranks import Ranks
 from rftdask.storage.base import Data
 from rftdask.storage.local import LocalStorage
 from rftdask.synchronizer import manifest
-from rftdask.trainer import checkpoint
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines import tensor_files
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors, stage_tensors
-from rftdask.trainer.ranks import Ranks
 from tests.numerics import shifted_seed
 from tests.thread_ranks import in_threads
 
@@ -67,13 +66,6 @@ def some_tensors() -> dict[str, Tensor]:
     }
 
 
-def loaded(files: dict[str, bytes], name: str = NAME) -> dict[str, Tensor]:
-    saved = SavedTensors(name, files, ALONE)
-    into = {key: saved.empty_like(key, torch.empty(0)) for key in saved.names}
-    saved.load(into)
-    return into
-
-
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -81,13 +73,20 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+def assert_loads(files: dict[str, bytes], expected: dict[str, Tensor], name: str = NAME) -> None:
+    into = {key: torch.empty_like(tensor) for key, tensor in expected.items()}
+    SavedTensors(name, files, ALONE).load(into)
+    assert_equal(into, expected)
+
+
 @pytest.mark.parametrize("spread", [False, True])
 def test_loading_restores_every_bit(spread: bool) -> None:
     files = save_tensors(NAME, some_tensors(), ALONE, spread=spread)
+    assert_equal(load(bytes(files[NAME])), some_tensors())
     assert list(files) == [NAME]
     assert files == save_tensors(NAME, dict(reversed(some_tensors().items())), ALONE, spread=spread)
     shelf = Shelf(files)
-    assert_equal(loaded(shelf), some_tensors())
+    assert_loads(shelf, some_tensors())
     assert shelf.reads == [NAME]
 
 
@@ -129,7 +128,7 @@ def test_pytorch_reads_our_files(tmp_path: Path) -> None:
 
 def test_a_file_of_whole_tensors_is_read_as_it_is() -> None:
     whole = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
-    assert_equal(loaded({"model.safetensors": save(whole, {"format": "pt"})}, "model.safetensors"), whole)
+    assert_loads({"model.safetensors": save(whole, {"format": "pt"})}, whole, "model.safetensors")
 
 
 # ---- parts
@@ -156,17 +155,15 @@ def cuts(size: int) -> st.SearchStrategy[list[int]]:
 def test_the_whole_is_loaded_however_it_was_cut(rows: list[int], columns: list[int]) -> None:
     whole = torch.arange(35.0).view(7, 5)
     shelf = Shelf(cut(whole, rows, columns))
-    assert_equal(loaded(shelf), {"w": whole})
+    assert_loads(shelf, {"w": whole})
     # Each was looked into, and the last of them was still there when they were needed.
     assert len(shelf.reads) == 2 * len(shelf) - 1
 
 
 def test_other_files_with_similar_names_are_ignored() -> None:
     files = save_tensors(NAME, some_tensors(), ALONE, spread=True)
-    others = {
-        name: b"" for name in ("actor/optim-x.safetensors", "critic/optim.safetensors", "actor/optim.safetensors2")
-    }
-    assert_equal(loaded(files | others), some_tensors())
+    others = ("actor/optim-x.safetensors", "critic/optim.safetensors", "actor/optim.safetensors2")
+    assert_loads(files | dict.fromkeys(others, b""), some_tensors())
 
 
 # ---- in blocks
@@ -174,8 +171,7 @@ def test_other_files_with_similar_names_are_ignored() -> None:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (manifest, checkpoint):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 1000)  # the heads below are shorter
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 1000)  # the heads below are shorter
     for module in (manifest, tensor_files):
         monkeypatch.setattr(module, "PIECE_BYTES", 70)
 

@@ -31,15 +31,15 @@ from rftdask.engines.tinker import TinkerEngine
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, EngineError, ProcessLostError, RoleError, UserError
 from rftdask.models.tinker_service import API_KEY, read_sampler_path
-from rftdask.models.toy import build_toy_model
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.published import MODEL_FILE, publish_weights, published_versions, weights_folder
+from rftdask.synchronizer.published import MODEL_FILE, published_versions, weights_folder
 from rftdask.testing.train_engine import TrainEngineContract
 from rftdask.trainer.checkpoint import checkpoint_steps
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.tinker import TinkerTrainEngine
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from tests.tinker_server import TinkerServer, served
+from tests.unit.synchronizer.sync_cases import publish_weights
 from tests.unit.trainer.trainer_cases import engine_config
 
 pytestmark = [
@@ -47,14 +47,6 @@ pytestmark = [
     # Of the package, about its own parts: it leaves a connection open.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("tinker") / "policy"
-    build_toy_model(folder, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
-    yield folder
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +83,8 @@ class TestContract(TrainEngineContract):
     measures = False
 
     @pytest.fixture(autouse=True)
-    def at_the_service(self, toy: Path, server: TinkerServer, tmp_path: Path) -> None:
-        self.config = config_at(server, toy, checkpoint_root_dir=str(tmp_path))
+    def at_the_service(self, model: Path, server: TinkerServer, tmp_path: Path) -> None:
+        self.config = config_at(server, model, checkpoint_root_dir=str(tmp_path))
 
     def engine(self) -> TrainEngine:
         return TinkerTrainEngine(self.config, make_algorithm(self.algorithm))
@@ -132,7 +124,7 @@ def moved(engine: TrainEngine, batches: Sequence[TrainingBatch]) -> dict[str, fl
     ],
 )
 def test_gradients_are_those_of_the_torch_engine(
-    toy: Path, server: TinkerServer, algorithm: str, overrides: dict[str, Any]
+    model: Path, server: TinkerServer, algorithm: str, overrides: dict[str, Any]
 ) -> None:
     # With an epsilon far above the gradients AdamW moves each weight in proportion to its gradient.
     args = {"algorithm__optimizer__optimizer_args": {"eps": 10.0}, "algorithm__optimizer__lr": 10.0}
@@ -140,9 +132,9 @@ def test_gradients_are_those_of_the_torch_engine(
     overrides = {**args, "algorithm__algorithm_type": algorithm, **dataset, **overrides}
     made = make_algorithm(algorithm)
     batches = [batch_of(number) for number in range(2)]
-    ours = TorchEngine(engine_config(toy, deterministic=True, **overrides), made)
+    ours = TorchEngine(engine_config(model, deterministic=True, **overrides), made)
     before = load(bytes(ours.weights()[MODEL_FILE]))
-    theirs = TinkerTrainEngine(config_at(server, toy, **overrides), made)
+    theirs = TinkerTrainEngine(config_at(server, model, **overrides), made)
     told = [moved(engine, batches) for engine in (ours, theirs)]
 
     after = load(bytes(ours.weights()[MODEL_FILE]))
@@ -161,31 +153,28 @@ def _path(engine: TrainEngine) -> str:
     return str(json.loads(bytes(engine.weights()["sampler.json"]))["sampler_path"])
 
 
-def test_settings_of_the_adapter_and_of_adamw_arrive(toy: Path, server: TinkerServer) -> None:
+def test_settings_of_the_adapter_and_of_adamw_arrive(model: Path, server: TinkerServer) -> None:
     optimizer = {"algorithm__optimizer__betas": [0.8, 0.9], "algorithm__optimizer__weight_decay": 0.1}
     keys = {"model__tinker__rank": 4, "model__tinker__train_unembed": False, "seed": 7, "trainer__grad_clip": 0.5}
-    config = config_at(server, toy, **optimizer, **keys)
+    config = config_at(server, model, **optimizer, **keys)
     moved(TinkerTrainEngine(config, make_algorithm("grpo")), [batch_of()])
     [made], [step] = server.asked("create_model"), server.asked("optim_step")
     adapter = {"rank": 4, "seed": 7, "train_mlp": True, "train_attn": True, "train_unembed": False}
-    assert (made["base_model"], made["lora_config"]) == (str(toy), adapter)
+    assert (made["base_model"], made["lora_config"]) == (str(model), adapter)
     assert step["adam_params"] == {
         **{"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 0.5}
     }
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
-    [("rank", 4, "rank"), ("seed", 11, "seed"), ("train_mlp", False, "train_mlp"), ("train_attn", False, "train_attn"),
-     ("train_unembed", False, "train_unembed")],
-)  # fmt: skip
-def test_a_key_of_the_adapter_reaches_the_service(
-    toy: Path, server: TinkerServer, key: str, value: Any, told: str
-) -> None:
-    config = config_at(server, toy, **{f"model__tinker__{key}": value})
+    ("key", "value"),
+    {"rank": 4, "seed": 11, "train_mlp": False, "train_attn": False, "train_unembed": False}.items(),
+)
+def test_a_key_of_the_adapter_reaches_the_service(model: Path, server: TinkerServer, key: str, value: Any) -> None:
+    config = config_at(server, model, **{f"model__tinker__{key}": value})
     moved(TinkerTrainEngine(config, make_algorithm("grpo")), [batch_of()])
     [made] = server.asked("create_model")
-    assert made["lora_config"][told] == value
+    assert made["lora_config"][key] == value
 
 
 # ---- engines
@@ -196,10 +185,10 @@ def requests_of(num: int, **sampling: Any) -> list[GenerateRequest]:
     return [GenerateRequest((5, 6, 7 + number), params, seed=number) for number in range(num)]
 
 
-def test_samples_have_the_logprobs_of_the_loaded_weights(toy: Path, server: TinkerServer, tmp_path: Path) -> None:
-    trained = TinkerTrainEngine(config_at(server, toy), make_algorithm("sft"))
-    engine = TinkerEngine(str(toy), server.url)
-    here = TransformersEngine(str(toy))
+def test_samples_have_the_logprobs_of_the_loaded_weights(model: Path, server: TinkerServer, tmp_path: Path) -> None:
+    trained = TinkerTrainEngine(config_at(server, model), make_algorithm("sft"))
+    engine = TinkerEngine(str(model), server.url)
+    here = TransformersEngine(str(model))
     for version in (0, 1):
         if version:
             moved(trained, [batch_of()])
@@ -216,11 +205,11 @@ def test_samples_have_the_logprobs_of_the_loaded_weights(toy: Path, server: Tink
     engine.close()
 
 
-def test_a_response_goes_on_with_the_weights_it_began_with(toy: Path, server: TinkerServer, tmp_path: Path) -> None:
+def test_a_response_goes_on_with_the_weights_it_began_with(model: Path, server: TinkerServer, tmp_path: Path) -> None:
     file = tmp_path / "sampler.json"
-    trained = TinkerTrainEngine(config_at(server, toy), make_algorithm("sft"))
+    trained = TinkerTrainEngine(config_at(server, model), make_algorithm("sft"))
     file.write_bytes(bytes(trained.weights()["sampler.json"]))
-    engine = TinkerEngine(str(toy), server.url)
+    engine = TinkerEngine(str(model), server.url)
     first, second = requests_of(2)
     answers: dict[int, Generation] = {}
     turns = iter([[(1, first)], [(2, second), (3, second), (3, None)]])
@@ -235,8 +224,8 @@ def test_a_response_goes_on_with_the_weights_it_began_with(toy: Path, server: Ti
     assert {number: answer.min_policy_version for number, answer in answers.items()} == {1: 0, 2: 1}
 
 
-def test_sampling_parameters_reach_the_tinker_service(toy: Path, server: TinkerServer) -> None:
-    engine = TinkerEngine(str(toy), server.url)
+def test_sampling_parameters_reach_the_tinker_service(model: Path, server: TinkerServer) -> None:
+    engine = TinkerEngine(str(model), server.url)
     [made] = engine.generate(requests_of(1, temperature=0.0, top_p=0.9, top_k=5, ignore_eos=True))
     sent = server.asked("asample")[-1]["sampling_params"]
     assert sent == {"max_tokens": 6, "seed": 0, "stop": [], "temperature": 0.0, "top_k": 5, "top_p": 0.9}
@@ -253,16 +242,26 @@ def tell_named(engine: TinkerTrainEngine, storage: Storage) -> None:
     engine.keep_only(published_versions(storage), checkpoint_steps(storage))
 
 
-def test_weights_that_the_run_no_longer_names_are_deleted(toy: Path, server: TinkerServer, tmp_path: Path) -> None:
-    config = config_at(server, toy, checkpoint_root_dir=str(tmp_path))
-    storage = open_storage(config.checkpoint_job_dir)
+@pytest.fixture
+def config(model: Path, server: TinkerServer, tmp_path: Path) -> Config:
+    return config_at(server, model, checkpoint_root_dir=str(tmp_path))
+
+
+@pytest.fixture
+def storage(config: Config) -> Storage:
+    return open_storage(config.checkpoint_job_dir)
+
+
+def test_weights_that_the_run_no_longer_names_are_deleted(
+    config: Config, storage: Storage, server: TinkerServer
+) -> None:
     engine = TinkerTrainEngine(config, make_algorithm("sft"))
     paths = {}
     for step in (1, 2, 3):
         engine.train_step(batch_of(step), step)
         tell_named(engine, storage)
         paths[step] = _path(engine)
-        publish_weights(storage, step, engine.weights(), "main")
+        publish_weights(storage, step, engine.weights())
         if step == 2:
             storage.remove(weights_folder(1))
     # Deletion follows at the next step: version 2 exists and 1 does not; 3 is handed out but not written yet.
@@ -271,15 +270,13 @@ def test_weights_that_the_run_no_longer_names_are_deleted(toy: Path, server: Tin
 
 
 def test_a_failed_deletion_is_only_logged(
-    toy: Path, server: TinkerServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config: Config, storage: Storage, server: TinkerServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = config_at(server, toy, checkpoint_root_dir=str(tmp_path))
-    storage = open_storage(config.checkpoint_job_dir)
     engine = TinkerTrainEngine(config, make_algorithm("sft"))
     server.refuses_deletes = True
     for step in (1, 2):
         engine.train_step(batch_of(step), step)
-        publish_weights(storage, step, engine.weights(), "main")
+        publish_weights(storage, step, engine.weights())
     storage.remove(weights_folder(1))
     engine.train_step(batch_of(3), 3)
     tell_named(engine, storage)
@@ -289,13 +286,13 @@ def test_a_failed_deletion_is_only_logged(
     assert len(server.asked("delete")) == 1  # it is not tried again
 
 
-def test_saved_states_stay_until_a_newer_checkpoint_exists(toy: Path, server: TinkerServer, tmp_path: Path) -> None:
-    config = config_at(server, toy, checkpoint_root_dir=str(tmp_path))
-    storage = open_storage(config.checkpoint_job_dir)
+def test_saved_states_stay_until_a_newer_checkpoint_exists(
+    config: Config, storage: Storage, server: TinkerServer
+) -> None:
     engine = TinkerTrainEngine(config, make_algorithm("sft"))
     for step in (1, 2):
         engine.train_step(batch_of(step), step)
-        publish_weights(storage, step, engine.weights(), "main")
+        publish_weights(storage, step, engine.weights())
         engine.state_files()  # in the background they may not be written yet
     storage.remove(weights_folder(1))
     engine.train_step(batch_of(3), 3)
@@ -314,15 +311,15 @@ def test_saved_states_stay_until_a_newer_checkpoint_exists(toy: Path, server: Ti
 
 
 def test_errors_of_the_service_become_our_errors(
-    toy: Path, server: TinkerServer, monkeypatch: pytest.MonkeyPatch
+    model: Path, server: TinkerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unknown = TinkerTrainEngine(config_at(server, toy.parent / "nothing"), make_algorithm("sft"))
+    unknown = TinkerTrainEngine(config_at(server, model.parent / "nothing"), make_algorithm("sft"))
     with pytest.raises(
         UserError, match=r"rejected the request while creating an adapter of .*nothing: .*no such model"
     ):
         unknown.weights()
-    engine = TinkerEngine(str(toy), server.url, timeout_s=1.0)
-    trained = TinkerTrainEngine(config_at(server, toy), make_algorithm("sft"), timeout_s=1.0)
+    engine = TinkerEngine(str(model), server.url, timeout_s=1.0)
+    trained = TinkerTrainEngine(config_at(server, model), make_algorithm("sft"), timeout_s=1.0)
     server.is_stuck = True
     with pytest.raises(EngineError, match=r"did not respond for 1 s"):
         engine.generate(requests_of(1))
@@ -331,17 +328,17 @@ def test_errors_of_the_service_become_our_errors(
     server.is_stuck = False
     monkeypatch.setenv(API_KEY, "tml-another")
     with pytest.raises(UserError, match=r"rejected the request while opening a session: .*the key is not known"):
-        TinkerEngine(str(toy), server.url)
+        TinkerEngine(str(model), server.url)
     monkeypatch.setenv(API_KEY, "another")
     with pytest.raises(UserError, match="must start with the 'tml-' prefix"):
-        TinkerEngine(str(toy), server.url)
+        TinkerEngine(str(model), server.url)
     with pytest.raises(EngineError, match="did not respond for 1 s while opening a session"):
         monkeypatch.setenv(API_KEY, "tml-test")
-        TinkerEngine(str(toy), "http://127.0.0.1:9", timeout_s=1.0)
+        TinkerEngine(str(model), "http://127.0.0.1:9", timeout_s=1.0)
 
 
-def test_a_loss_that_is_not_finite_trains_nothing(toy: Path, server: TinkerServer) -> None:
-    engine = TinkerTrainEngine(config_at(server, toy), make_algorithm("grpo"))
+def test_a_loss_that_is_not_finite_trains_nothing(model: Path, server: TinkerServer) -> None:
+    engine = TinkerTrainEngine(config_at(server, model), make_algorithm("grpo"))
     batch = batch_of()
     batch.rollout_logprobs[batch.loss_mask] = np.nan
     with pytest.raises(ValueError, match="rollout_logprobs_BT is nan"):
@@ -349,19 +346,19 @@ def test_a_loss_that_is_not_finite_trains_nothing(toy: Path, server: TinkerServe
     assert server.asked("optim_step") == []
 
 
-def test_rows_of_another_temperature_are_refused(toy: Path, server: TinkerServer) -> None:
-    engine = TinkerTrainEngine(config_at(server, toy), make_algorithm("grpo"))
+def test_rows_of_another_temperature_are_refused(model: Path, server: TinkerServer) -> None:
+    engine = TinkerTrainEngine(config_at(server, model), make_algorithm("grpo"))
     batch = batch_of()
     batch.temperatures[3] = 0.5
     with pytest.raises(DataError, match=r"t/0/0/3/0 was sampled at temperature 0.5"):
         engine.train_step(batch, 1)
 
 
-def test_a_checkpoint_names_step_path_and_coefficients(toy: Path, server: TinkerServer) -> None:
-    engine = TinkerTrainEngine(config_at(server, toy), make_algorithm("grpo"))
+def test_a_checkpoint_names_step_path_and_coefficients(model: Path, server: TinkerServer) -> None:
+    engine = TinkerTrainEngine(config_at(server, model), make_algorithm("grpo"))
     moved(engine, [batch_of()])
     files = engine.state_files()
-    resumed = TinkerTrainEngine(config_at(server, toy), make_algorithm("grpo"))
+    resumed = TinkerTrainEngine(config_at(server, model), make_algorithm("grpo"))
     resumed.load_state_files(files)
     assert len(server.asked("create_model")) == 1  # a resumed engine creates no other
     # What it began with is not saved again, nor published again under another path.
@@ -369,8 +366,8 @@ def test_a_checkpoint_names_step_path_and_coefficients(toy: Path, server: Tinker
     assert (len(server.asked("save_weights")), len(server.asked("save_weights_for_sampler"))) == (1, 1)
 
 
-def test_purely_supervised_rows_need_no_reference(toy: Path, server: TinkerServer) -> None:
-    engine = TinkerTrainEngine(config_at(server, toy), make_algorithm("sft"))
+def test_purely_supervised_rows_need_no_reference(model: Path, server: TinkerServer) -> None:
+    engine = TinkerTrainEngine(config_at(server, model), make_algorithm("sft"))
     rows = [([5, 6, 7], 1, None), ([5, 9], 1, None)]
     assert engine.train_step(supervised_batch(rows, ["a", "b"]), 1)["loss"] > 0
     assert server.asked("asample") == []

@@ -18,6 +18,7 @@ from rftdask.trainer.engines.tinker import check_algorithm
 from tests.unit.config.config_cases import grpo, problems, sft
 
 HOSTED = {"model_path": "Qwen/Qwen3-8B", "max_model_len": 64, "tinker": {"enable": True}}
+HOT = "it only trains logprobs of temperature 1; leave it out"
 IS_TOLD = "true: trainer.trainer_type and explorer.rollout_model.engine_type are tinker"
 
 
@@ -45,56 +46,39 @@ def test_a_stage_inherits_it() -> None:
 
 def test_weights_are_files_and_no_gpu_is_planned() -> None:
     config = hosted("checkpoint_root_dir=s3://bucket/runs")
-    assert (
-        config.sync_method == "checkpoint"
-        and load_config(grpo(), ["checkpoint_root_dir=s3://b"]).sync_method == "memory"
-    )
+    assert config.sync_method == "checkpoint"
+    assert load_config(grpo(), ["checkpoint_root_dir=s3://b"]).sync_method == "memory"
     assert count_gpus(config) == 0
-    layout = plan_layout([config], 8, 4)
-    assert num_ranks(config, layout) == 1
+    assert num_ranks(config, plan_layout([config], 8, 4)) == 1
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "why"),
-    [
-        ("model.lora_configs=[{}]", "", "the adapter is configured in model.tinker; leave it out"),
-        ("model.min_response_tokens=2", "", "its sampler has no such limit; leave it out"),
-        ("model.repetition_penalty=1.2", "", "its sampler has none; leave it out"),
-        ("model.temperature=0.7", "", "it only trains logprobs of temperature 1; leave it out"),
-        (
-            "buffer.explorer_input.taskset.rollout_args.temperature=0.7",
-            "",
-            "it only trains logprobs of temperature 1; leave it out",
-        ),
-        ("trainer.num_ranks=2", "", "the service has its own ranks; leave it out"),
-        ("trainer.tensor_parallel_size=2", "", "the service has its own; leave it out"),
-        ("trainer.ulysses_sequence_parallel_size=2", "", "the service has its own; leave it out"),
-        ("trainer.router_aux_loss_coef=0.1", "", "it does not report routers; leave it out"),
-        (
-            "trainer.save_hf_checkpoint=always",
-            "",
-            "the service keeps the model; use `tinker checkpoint download` for its adapter",
-        ),
-        ("algorithm.optimizer.optimizer_type=sgd", "", "it only has AdamW; use adamw"),
-        (
-            "algorithm.optimizer.optimizer_args={amsgrad: true}",
-            "",
-            "its AdamW takes only eps and the keys of this section; leave others out",
-        ),
-        (
-            "algorithm.algorithm_type=ppo",
-            "",
-            "ppo needs a critic, a teacher or a head, and the service only returns logprobs; choose another, or "
-            "trainer_type torch",
-        ),
-        ("synchronizer.sync_method=memory", "", "weights stay at the service, and files name them; leave it out"),
-        ("synchronizer.full_publish_interval=4", "", "the service keeps them; leave it out"),
-        ("mode=colocate", "cluster.colocate", "no GPU is shared; leave it out (mode: both)"),
-    ],
+    ("override", "why"),
+    {
+        "model.lora_configs=[{}]": "the adapter is configured in model.tinker; leave it out",
+        "model.min_response_tokens=2": "its sampler has no such limit; leave it out",
+        "model.repetition_penalty=1.2": "its sampler has none; leave it out",
+        "model.temperature=0.7": HOT,
+        "buffer.explorer_input.taskset.rollout_args.temperature=0.7": HOT,
+        "trainer.num_ranks=2": "the service has its own ranks; leave it out",
+        "trainer.tensor_parallel_size=2": "the service has its own; leave it out",
+        "trainer.ulysses_sequence_parallel_size=2": "the service has its own; leave it out",
+        "trainer.router_aux_loss_coef=0.1": "it does not report routers; leave it out",
+        "trainer.save_hf_checkpoint=always": "the service keeps the model; use `tinker checkpoint download` for its "
+        "adapter",
+        "algorithm.optimizer.optimizer_type=sgd": "it only has AdamW; use adamw",
+        "algorithm.optimizer.optimizer_args={amsgrad: true}": "its AdamW takes only eps and the keys of this section; "
+        "leave others out",
+        "algorithm.algorithm_type=ppo": "ppo needs a critic, a teacher or a head, and the service only returns "
+        "logprobs; choose another, or trainer_type torch",
+        "synchronizer.sync_method=memory": "weights stay at the service, and files name them; leave it out",
+        "synchronizer.full_publish_interval=4": "the service keeps them; leave it out",
+        "mode=colocate": "no GPU is shared; leave it out (mode: both)",
+    }.items(),
 )
-def test_unsupported_keys_are_rejected_by_name(override: str, key: str, why: str) -> None:
-    line = f"{key or override.partition('=')[0]}: not available with trainer_type tinker: {why}"
-    assert problems(grpo(model=HOSTED), override) == [line]
+def test_unsupported_keys_are_rejected_by_name(override: str, why: str) -> None:
+    key = "cluster.colocate" if override == "mode=colocate" else override.partition("=")[0]
+    assert problems(grpo(model=HOSTED), override) == [f"{key}: not available with trainer_type tinker: {why}"]
 
 
 def test_router_replay_and_images_are_rejected() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
@@ -27,28 +27,16 @@ from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.storage.base import Data
+from rftdask.trainer import model as policies
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
-from rftdask.trainer.engines import torch_engine
 from rftdask.trainer.engines.critic import value_loss
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy
-from tests.numerics import shifted_seed
 from tests.thread_ranks import ThreadRanks
-from tests.unit.trainer.trainer_cases import engine_config, new_storage
-
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("models")
-    build_toy_model(folder / "policy", **SIZES)
-    build_toy_model(folder / "teacher", seed=1, **SIZES)
-    yield folder
-    torch.use_deterministic_algorithms(False)
+from tests.unit.trainer.trainer_cases import SIZES, engine_config, new_storage, rollouts
 
 
 def engine(models: Path, name: str, parts: dict[str, Any] | None = None, **overrides: Any) -> TorchEngine:
@@ -57,20 +45,6 @@ def engine(models: Path, name: str, parts: dict[str, Any] | None = None, **overr
         overrides.setdefault("explorer__auxiliary_models", [{"model_path": str(models / "teacher")}])
     lora = overrides.pop("lora", None)
     return TorchEngine(engine_config(models / "policy", lora, **overrides), make_algorithm(name, **(parts or {})))
-
-
-def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> TrainingBatch:
-    """Random rollouts of three to six tokens, two prompt tokens each."""
-    random = np.random.default_rng(shifted_seed(seed))
-    rows = [(random.integers(2, 200, 2 + random.integers(3, 7)).tolist(), 2, None) for _ in range(num_groups * size)]
-    batch = supervised_batch(rows, [f"t/0/{i // size}/{i % size}/0" for i in range(len(rows))], size)
-    return replace(
-        batch,
-        rewards=random.random(len(batch)).astype(np.float32),
-        rollout_logprobs=-5.0 - random.random(len(batch.rollout_logprobs)).astype(np.float32),
-        experts=np.zeros(len(batch), bool),
-        baselines=random.random(len(batch)).astype(np.float32),
-    )
 
 
 def batch_for(name: str) -> TrainingBatch:
@@ -259,8 +233,6 @@ def test_the_kl_baseline_of_kto_uses_mismatched_responses(models: Path) -> None:
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(models: Path, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = AutoConfig.from_pretrained(models / "teacher", vocab_size=99)
     build_toy_model(tmp_path / "other", **SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
@@ -355,13 +327,7 @@ def test_the_third_infinite_gradient_in_a_row_is_an_error(models: Path) -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "lora"),
-    [
-        ("dpo", None),
-        ("dpo", LoraConfig(lora_rank=2)),
-        ("grpo", None),
-        ("on_policy_distill", None),
-        ("jsd", None),
-    ],
+    [("dpo", LoraConfig(lora_rank=2)), *((name, None) for name in ("dpo", "grpo", "on_policy_distill", "jsd"))],
 )
 def test_frozen_weights_keep_16_bits_and_compute_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, lora: LoraConfig | None
@@ -395,7 +361,7 @@ def test_frozen_weights_keep_16_bits_and_compute_in_float32(
         return {p.dtype for p in held.parameters() if not p.requires_grad}, steps
 
     dtypes, steps = trained()
-    monkeypatch.setattr(torch_engine, "frozen_dtype", lambda path: "float32")
+    monkeypatch.setattr(policies, "frozen_dtype", lambda path: "float32")
     assert dtypes == {torch.bfloat16}
     assert trained() == ({torch.float32}, steps)
 
@@ -416,16 +382,10 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "parts"),
-    [
-        ("grpo", {}),
-        ("mix", {}),
-        ("decoupled_ppo", {}),
-        ("reinforceplusplus", {}),
-        ("grpo", {"kl_penalty_fn": "k2"}),
-    ],
-)
+OTHERS = [(name, {}) for name in ("mix", "decoupled_ppo", "reinforceplusplus")]
+
+
+@pytest.mark.parametrize(("algorithm", "parts"), [("grpo", {}), ("grpo", {"kl_penalty_fn": "k2"}), *OTHERS])
 def test_no_array_of_all_rows_by_the_longest_is_made(tmp_path: Path, algorithm: str, parts: dict[str, Any]) -> None:
     build_toy_model(tmp_path, hidden_size=4, intermediate_size=4, num_layers=1, num_heads=1)
     lengths = [1] * 1999 + [1000]

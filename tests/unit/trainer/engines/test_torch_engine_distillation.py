@@ -5,7 +5,6 @@ tasksets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,10 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.imitation import Jsd
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.errors import DataError
-from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import TeacherStates, load_policy, predicting_states, token_logprobs
 from rftdask.trainer.packing import PackedRows, pack_rows
 from tests.unit.trainer.trainer_cases import engine_config
-
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("policy", "teacher", "other")):
-        build_toy_model(folder / name, seed=seed, **SIZES)
-    yield folder
-    torch.use_deterministic_algorithms(False)
 
 
 def student(models: Path, name: str, parts: dict[str, Any] | None = None, **overrides: Any) -> TorchEngine:

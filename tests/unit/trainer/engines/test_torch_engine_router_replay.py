@@ -24,10 +24,10 @@ from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError
 from rftdask.models.routers import Routers
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import PackedRows, pack_rows
-from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import from_bytes, to_bytes
 from tests.numerics import assert_same_logprobs
 from tests.thread_ranks import in_threads

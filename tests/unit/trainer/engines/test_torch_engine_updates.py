@@ -4,7 +4,6 @@ before the batch; and mini-batches are the same on all ranks and in all repetiti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,18 @@ from transformers import AutoModelForCausalLM
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.algorithm.losses.ratio import Ppo
-from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
+from rftdask.buffer.batches.batch import supervised_batch
 from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.models.toy import build_toy_model
+from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.critic import ValueModel
 from rftdask.trainer.engines.learning_rate import learning_rate
 from rftdask.trainer.engines.micro_batches import mini_batches
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
-from rftdask.trainer.ranks import Ranks
-from tests.numerics import shifted_seed
 from tests.thread_ranks import in_threads
-from tests.unit.trainer.trainer_cases import engine_config
+from tests.unit.trainer.trainer_cases import engine_config, rollouts
 
 EPOCHS, NUM_PARTS, STEPS = 2, 3, 2
 BETAS = (0.8, 0.9)
@@ -52,24 +50,6 @@ SETTINGS: dict[str, Any] = {
     "algorithm__optimizer__weight_decay": 0.1,
     "algorithm__optimizer__decay_all_weights": True,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("model")
-    build_toy_model(folder, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
-    yield folder
-    torch.use_deterministic_algorithms(False)
-
-
-def rollouts(seed: int) -> TrainingBatch:
-    """Three groups of four rollouts of three to six tokens, two prompt tokens each."""
-    random = np.random.default_rng(shifted_seed(seed))
-    rows = [(random.integers(2, 200, 2 + random.integers(3, 7)).tolist(), 2, None) for _ in range(12)]
-    batch = supervised_batch(rows, [f"t/0/{i // 4}/{i % 4}/0" for i in range(12)], 4)
-    logprobs = -5.0 - random.random(len(batch.rollout_logprobs)).astype(np.float32)
-    rewards = random.random(12).astype(np.float32)
-    return replace(batch, rewards=rewards, rollout_logprobs=logprobs, experts=np.zeros(12, bool))
 
 
 def engine(
@@ -99,7 +79,7 @@ def test_updates_equal_those_of_a_plain_loop(model: Path, bypass: bool) -> None:
     rate = learning_rate(section, STEPS * EPOCHS * NUM_PARTS)
     tested, clipped = engine(model, algorithm__bypass_old_logprobs=bypass), []
     for step in range(STEPS):
-        batch = rollouts(step)
+        batch = rollouts(seed=step)
         rows = batch.row_tokens()
         sampled = [torch.from_numpy(row) for row in batch.row_logprobs()]
         with torch.no_grad():
@@ -144,7 +124,7 @@ def test_critic_updates_are_clipped_around_initial_values(model: Path) -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=BETAS, weight_decay=0.1)
     clip = 0.01
     tested = engine(model, "ppo", trainer__critic__cliprange_value=clip)
-    batch = rollouts(0)
+    batch = rollouts()
     rows = batch.row_tokens()
 
     def values(i: int) -> Tensor:
@@ -199,28 +179,28 @@ def test_ratios_are_1_in_the_first_update_and_clipped_later(model: Path) -> None
     loss = Watched()
     # Without warm-up, whose first update has rate 0.
     settings = {"algorithm__bypass_old_logprobs": False, "algorithm__optimizer__lr_warmup_steps": 0}
-    metrics = engine(model, loss=loss, **settings).train_step(rollouts(0), 1)
+    metrics = engine(model, loss=loss, **settings).train_step(rollouts(), 1)
     assert len(loss.seen) == EPOCHS * NUM_PARTS
     assert furthest(loss.seen[0]) < 1e-5
     assert min(furthest(inputs) for inputs in loss.seen[1:]) > 1e-3
     assert metrics["clip_frac"] > 0.0
     assert metrics["ppo_kl"] != 0.0
     once = engine(model, trainer__ppo_epochs=1, trainer__ppo_mini_batch_size=12, **settings)
-    assert once.train_step(rollouts(0), 1)["clip_frac"] == 0.0
+    assert once.train_step(rollouts(), 1)["clip_frac"] == 0.0
 
 
 def test_decoupled_ppo_uses_the_policy_before_the_batch(model: Path) -> None:
     found = []
     for bypass in (True, False):
         tested = engine(model, "decoupled_ppo", algorithm__bypass_old_logprobs=bypass)
-        found.append(tested.train_step(rollouts(0), 1))
+        found.append(tested.train_step(rollouts(), 1))
     # However the ratios of other losses are taken: this one corrects for what sampled, and clips around its start.
     assert found[0] == found[1]
     assert found[0]["clip_frac"] > 0.0
 
 
 def test_mismatch_is_measured_before_the_first_update(model: Path) -> None:
-    batch = rollouts(0)
+    batch = rollouts()
     of_first = mini_batches(batch.experts, NUM_PARTS, unit=1, seed=0, epoch=0)[0]
     loss = Watched()
     metrics = engine(model, loss=loss).train_step(batch, 1)
@@ -260,23 +240,23 @@ class CutOff(Ppo):
 
 def test_repeating_an_interrupted_step_gives_the_same_bits(model: Path) -> None:
     whole = engine(model, "ppo")
-    whole.train_step(rollouts(0), 1)
+    whole.train_step(rollouts(), 1)
     saved = whole.state_files()
-    whole.train_step(rollouts(1), 2)
+    whole.train_step(rollouts(seed=1), 2)
     cut = engine(model, "ppo", loss=CutOff())
     cut.load_state_files(saved)
     with pytest.raises(Cut):
-        cut.train_step(rollouts(1), 2)
+        cut.train_step(rollouts(seed=1), 2)
     again = engine(model, "ppo", seed=0)
     again.load_state_files(saved)
-    again.train_step(rollouts(1), 2)
+    again.train_step(rollouts(seed=1), 2)
     assert again.state_files() == whole.state_files()
 
 
 def test_two_ranks_make_the_updates_of_one(model: Path) -> None:
     def trained(ranks: Ranks) -> tuple[dict[str, float], dict[str, Tensor]]:
         tested = engine(model, "ppo", ranks, algorithm__bypass_old_logprobs=False, trainer__micro_batch_size=1)
-        metrics = tested.train_step(rollouts(0), 1)
+        metrics = tested.train_step(rollouts(), 1)
         return metrics, {name: p.detach().clone() for name, p in tested._model.named_parameters()}
 
     (alone, weights), *both = trained(Ranks()), *in_threads(2, trained)
@@ -290,7 +270,7 @@ def test_two_ranks_make_the_updates_of_one(model: Path) -> None:
 @pytest.mark.parametrize("parts", [{}, {"trainer__ppo_epochs": 1, "trainer__ppo_mini_batch_size": None}])
 def test_two_ranks_need_only_the_tokens_of_their_rows(model: Path, parts: dict[str, Any]) -> None:
     def trained(ranks: Ranks) -> tuple[np.ndarray, dict[str, float]]:
-        tested, batch = engine(model, "ppo", ranks, trainer__micro_batch_size=1, **parts), rollouts(0)
+        tested, batch = engine(model, "ppo", ranks, trainer__micro_batch_size=1, **parts), rollouts()
         rows = tested.rows_to_compute(batch.holding([]), 1)
         assert rows is not None
         whole = engine(model, "ppo", ranks, trainer__micro_batch_size=1, **parts).train_step(batch, 1)

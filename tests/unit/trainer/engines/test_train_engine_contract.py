@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch
-from rftdask.models.toy import build_toy_model
 from rftdask.testing.train_engine import TrainEngineContract
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.fake import FakeTrainEngine
@@ -24,26 +21,16 @@ class TestFake(TrainEngineContract):
         return FakeTrainEngine()
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("contract") / "policy"
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
-    build_toy_model(folder, **sizes)
-    yield folder
-    torch.use_deterministic_algorithms(False)
-
-
 class TestTorch(TrainEngineContract):
     algorithm = "grpo"
     measures = False
-    model: Path
 
     @pytest.fixture(autouse=True)
-    def on_the_toy(self, toy: Path) -> None:
-        self.model = toy
+    def on_the_toy(self, model: Path) -> None:
+        self.config = engine_config(model, deterministic=True)
 
     def engine(self) -> TrainEngine:
-        return TorchEngine(engine_config(self.model, deterministic=True), make_algorithm(self.algorithm))
+        return TorchEngine(self.config, make_algorithm(self.algorithm))
 
 
 class TestTorchOnADataset(TestTorch):

@@ -23,12 +23,12 @@ from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import StorageError
+from rftdask.processes.ranks import Ranks
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint, turns_of
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.engines.micro_batches import deal, plan_micro_batches, row_costs, rows_of_units
-from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import from_bytes, read_together, rows_of_rank, to_bytes
 from tests.thread_ranks import in_threads
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer, new_storage, source_of
@@ -139,6 +139,10 @@ def test_ranks_get_requested_tokens_and_all_metadata(data: st.DataObject, size: 
 # ---- the gang
 
 
+def saving(storage: Storage, ranks: Ranks, writers: Ranks, strategy: str = "unrestricted") -> Checkpoints:
+    return Checkpoints(storage, "main", ranks=ranks, writers=writers, strategy=strategy)
+
+
 def run_gang(storage: Storage, size: int, engines: list[FakeTrainEngine], reads: list[list[int]]) -> None:
     def rank(ranks: Ranks, writers: Ranks) -> None:
         engine, source = engines[ranks.rank], source_of(storage)
@@ -149,7 +153,7 @@ def run_gang(storage: Storage, size: int, engines: list[FakeTrainEngine], reads:
             return read_whole(entry, places)
 
         source.read = read  # type: ignore[method-assign]  # records the reads of each rank
-        saver = Checkpoints(storage, "main", ranks=ranks, writers=writers, strategy="unrestricted")
+        saver = saving(storage, ranks, writers)
         make_trainer(storage, engine=engine, source=source, checkpoints=saver, ranks=ranks).run()
 
     in_threads(size, rank, num_groups=2)
@@ -231,7 +235,7 @@ def test_every_rank_prefetches_its_rows_of_the_next_batch(size: int, is_late: bo
         seen: Any = source  # whose calls are watched
         seen.log.read, seen.read_ahead = noted, told
         seen.entry, seen.read = partial(in_loop, entry_of), partial(in_loop, batch_of)
-        saver = Checkpoints(storage, "main", ranks=ranks, writers=writers, strategy="unrestricted")
+        saver = saving(storage, ranks, writers)
         given = {"ranks": ranks, "readers": readers if size > 1 else None, "total_steps": num_steps}
         make_trainer(storage, engine=engine, source=source, checkpoints=saver, **given).run()
 
@@ -266,7 +270,7 @@ def test_an_error_of_prefetching_ends_the_run_on_all_ranks() -> None:
                 raise StorageError("no route to the storage")
 
             source.look_ahead = look_ahead  # type: ignore[method-assign]
-        saver = Checkpoints(storage, "main", ranks=ranks, writers=writers, strategy="unrestricted")
+        saver = saving(storage, ranks, writers)
         make_trainer(storage, source=source, checkpoints=saver, ranks=ranks, readers=readers).run()
 
     with pytest.raises(StorageError, match="no route"):
@@ -297,8 +301,7 @@ def test_one_manifest_names_the_files_of_all_ranks(strategy: str) -> None:
                 order.append(path.removeprefix("global_step_7/"))
 
     def rank(ranks: Ranks, writers: Ranks) -> None:
-        slow = FaultyStorage(storage, note)
-        saver = Checkpoints(slow, "main", ranks=ranks, writers=writers, strategy=strategy)
+        saver = saving(FaultyStorage(storage, note), ranks, writers, strategy)
         saver.save(7, {f"part-{ranks.rank}": b"x"}, {"step": 7})
         saver.flush()
 
@@ -320,8 +323,7 @@ def test_a_failed_write_of_one_rank_fails_on_all_ranks() -> None:
             raise StorageError("disk full")
 
     def rank(ranks: Ranks, writers: Ranks) -> str:
-        full = FaultyStorage(storage, fail)
-        saver = Checkpoints(full, "main", ranks=ranks, writers=writers, strategy="unrestricted")
+        saver = saving(FaultyStorage(storage, fail), ranks, writers)
         saver.save(7, {f"part-{ranks.rank}": b"x"}, {"step": 7})
         with pytest.raises(StorageError) as caught:
             saver.flush()
