@@ -487,8 +487,15 @@ class EngineClient(AskedEngine):
             copy = NodeCache(storage, part, LOAD_TIMEOUT_S)
             try:
                 files, is_delta = tuple(map(str, copy.files)), part is not published
-                load = server.LoadWeights(0, published.version, files, published.fingerprint, in_flight, is_delta)
-                answer = self._wait(self._ask(partial(_numbered, load)), LOAD_TIMEOUT_S)
+                load = partial(
+                    server.LoadWeights,
+                    version=published.version,
+                    files=files,
+                    fingerprint=published.fingerprint,
+                    in_flight=in_flight,
+                    is_delta=is_delta,
+                )
+                answer = self._wait(self._ask(load), LOAD_TIMEOUT_S)
             except BaseException:
                 copy.close()
                 raise
@@ -526,10 +533,6 @@ class EngineClient(AskedEngine):
         for copy in (self._copy, self._fetched):
             if copy is not None:
                 copy.close()
-
-
-def _numbered(load: server.LoadWeights, number: int) -> server.LoadWeights:
-    return replace(load, number=number)
 
 
 def _folder_hash(folder: Path) -> str:

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -405,14 +405,7 @@ class TransformersEngine(Engine):
 
 
 # ---- cache: keys and values of running sequences. The last column is the newest token of every row; padding on the
-# left is zero and masked.
-
-
-class _Layer(Protocol):
-    """Non-empty layer of the cache: [rows, heads, columns, head size]."""
-
-    keys: Tensor
-    values: Tensor
+# left is zero and masked. A layer has keys and values: [rows, heads, columns, head size].
 
 
 def can_join(cache: DynamicCache) -> bool:
@@ -425,7 +418,8 @@ def can_join(cache: DynamicCache) -> bool:
 def keep(cache: DynamicCache, index_B: Tensor, num_columns: int) -> None:
     """Keep the rows `index_B` and drop their first `num_columns` columns; above 0 only in caches that `can_join`."""
     cache.reorder_cache(index_B)  # type: ignore[arg-type]  # any int64 tensor is accepted
-    for layer in cast(list[_Layer], cache.layers) if num_columns else ():
+    layers: Any = cache.layers if num_columns else ()
+    for layer in layers:
         layer.keys = layer.keys[:, :, num_columns:]
         layer.values = layer.values[:, :, num_columns:]
 
@@ -438,7 +432,8 @@ def join(cache: DynamicCache, others: DynamicCache) -> None:
         columns = max(ones.shape[2], others.shape[2])
         return torch.cat([pad(part, (0, 0, columns - part.shape[2], 0)) for part in (ones, others)])
 
-    for layer, other in zip(cast(list[_Layer], cache.layers), cast(list[_Layer], others.layers), strict=True):
+    layers: Any = zip(cache.layers, others.layers, strict=True)
+    for layer, other in layers:
         layer.keys = joined(layer.keys, other.keys)
         layer.values = joined(layer.values, other.values)
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import os
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from transformers.utils.hub import cached_file
 
@@ -30,92 +32,30 @@ from rftdask.config.base import plain
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.images import ImageProcessor, check_reads_images
-from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
+from rftdask.engines.base import MAX_BAD_TOKENS, MAX_BAD_WORDS, Engine, GenerateRequest, Generation, Give, Take
 from rftdask.engines.transformers import end_ids
-from rftdask.engines.vllm_follower import CAUSE_FILE, ENGINE_PID, Nodes, set_defaults
+from rftdask.engines.vllm_follower import Nodes
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from rftdask.processes.device_lock import DEVICES_VARIABLE
+from rftdask.processes.zygote import die_with_parent, socket_folder
+from rftdask.storage.staging import staged
 from rftdask.synchronizer.fingerprint import SEQUENCE_LENGTH
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-
-# ---- used parts of vLLM's objects, whose classes exist only if vLLM is installed
-
-
-class _FlatLogprobs(Protocol):
-    logprobs: Sequence[float]
-    start_indices: Sequence[int]
-    """Start of the logprobs of each token: that of the token, then the requested alternatives."""
-
-
-class _WeightVersionSpan(Protocol):
-    version: str
-    start: int
-
-
-class _Completion(Protocol):
-    token_ids: Sequence[int]
-    logprobs: _FlatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort", "error"] | None
-    weight_versions: Sequence[_WeightVersionSpan] | None
-    """Set once it has ended; may be missing in vLLM before 0.32."""
-
-
-class _Logprob(Protocol):
-    logprob: float
-
-
-class _RequestOutput(Protocol):
-    outputs: Sequence[_Completion]
-    prompt_logprobs: Sequence[Mapping[int, _Logprob]]
-    """Position -> token -> logprob; None at the first position."""
-
-
-class _LoRARequest(Protocol):
-    lora_int_id: int
-    lora_path: str
-
-
-class _CacheConfig(Protocol):
-    num_gpu_blocks: int | None
-    block_size: int
-
-
-class _ParallelConfig(Protocol):
-    data_parallel_size: int
-
-
-class _VllmConfig(Protocol):
-    cache_config: _CacheConfig
-    parallel_config: _ParallelConfig
-
-
-class _Renderer(Protocol):
-    async def render_cmpl_async(self, prompts: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]: ...
-
-
-class _AsyncLLM(Protocol):
-    vllm_config: _VllmConfig
-    renderer: _Renderer
-
-    def generate(
-        self, prompt: object, sampling_params: object, request_id: str, *, lora_request: _LoRARequest | None
-    ) -> AsyncIterator[_RequestOutput]: ...
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[object]: ...
-    async def pause_generation(self, *, mode: str) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def update_weight_version(self, new_version: str) -> None: ...
-    async def sleep(self, level: int) -> None: ...
-    async def wake_up(self, tags: list[str] | None = None) -> bool | None: ...
-    async def add_lora(self, lora_request: _LoRARequest) -> bool: ...
-    async def remove_lora(self, lora_id: int) -> bool: ...
-    def shutdown(self) -> None: ...
-
-
+ENGINE_PID = "RFTDASK_ENGINE_PID"
+"""Environment variable with the pid of the engine process, with which vLLM's processes end."""
+CAUSE_FILE = "RFTDASK_ENGINE_CAUSE"
+"""Environment variable with the file for the first fatal error of vLLM's processes."""
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0. Below it vLLM samples at this temperature."""
 _LOOK_S = 0.005
@@ -126,6 +66,17 @@ _FIRST = "default"
 """Version that vLLM reports until it is set."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum LoRA ranks that vLLM supports."""
+
+_CPU_DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several processes share the cores; OMP_NUM_THREADS is set
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton, which does not support CPUs; set here to avoid a warning of vLLM
+}
+_DEFAULTS = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}
 
 
 class VllmEngine(Engine):
@@ -237,8 +188,8 @@ class VllmEngine(Engine):
         os.environ[CAUSE_FILE] = str(self._cause_file)
         self._images = ImageProcessor(model_path, trust_remote_code=trust_remote_code)
         self._num_requests = self._num_adapters = 0
-        self._adapter: _LoRARequest | None = None
-        self._running: _AsyncLLM | None = None
+        self._adapter: LoRARequest | None = None
+        self._running: AsyncLLM | None = None
         self._loop = asyncio.new_event_loop()
         # The async client of vLLM must stay on one event loop; `serve` blocks the thread of its caller.
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
@@ -328,6 +279,7 @@ class VllmEngine(Engine):
             [answer] = output.outputs
             tokens += answer.token_ids
             if (found := answer.logprobs) is not None:
+                # Those of a token begin with the sampled one.
                 logprobs += (found.logprobs[start] for start in found.start_indices)
             reason = answer.finish_reason
             if request.on_tokens is not None and reason is None:
@@ -341,7 +293,7 @@ class VllmEngine(Engine):
                 f"{self} computed logits that are not numbers; the weights are damaged or training diverged"
             )
         answered = Generation(tuple(tokens), tuple(logprobs), reason, version, self.policy_version)
-        # Until the first load vLLM reports its initial version.
+        # Missing in vLLM before 0.32. Until the first load vLLM reports its initial version.
         spans = getattr(answer, "weight_versions", None) or ()
         starts = [(span.start, version if span.version == _FIRST else int(span.version)) for span in spans]
         return answered.sampled_by(starts) if starts else answered
@@ -355,7 +307,7 @@ class VllmEngine(Engine):
             if not prompt or not response:
                 raise RoleError(f"{self} cannot score: an empty prompt or response")
             [output] = [output async for output in self._ask((*prompt, *response), sampling)]
-            found = output.prompt_logprobs
+            found = output.prompt_logprobs  # position -> token -> logprob
             return tuple(found[place][token].logprob for place, token in enumerate(response, len(prompt)))
 
         self._make_cache()
@@ -374,15 +326,15 @@ class VllmEngine(Engine):
         return self._run(score_all(), f"scoring {len(pairs)} responses")
 
     @property
-    def _llm(self) -> _AsyncLLM:
+    def _llm(self) -> AsyncLLM:
         if self._running is None:
             raise RoleError(f"{self} was closed; make a new one")
         return self._running
 
-    async def _read_images(self, request: GenerateRequest) -> Mapping[str, object]:
+    async def _read_images(self, request: GenerateRequest) -> Mapping[str, Any]:
         """Prompt for vLLM, which tokenizes images itself. Raises: RoleError: it creates other tokens."""
 
-        def unread() -> Mapping[str, object]:
+        def unread() -> Mapping[str, Any]:
             # Checked again here, since the model may not be on the machine that checked the run.
             check_reads_images(self.model_path, self.image_models)
             return {
@@ -391,8 +343,9 @@ class VllmEngine(Engine):
                 "multi_modal_uuids": {"image": list(request.images)},
             }
 
+        seen: Mapping[str, Any]
         [seen] = await self._llm.renderer.render_cmpl_async([await asyncio.to_thread(unread)])
-        if tuple(cast(Sequence[int], seen["prompt_token_ids"])) != request.prompt_tokens:
+        if tuple(seen["prompt_token_ids"]) != request.prompt_tokens:
             raise RoleError(
                 f"{self} makes other tokens of the images of a prompt than the processor that comes with the model, so "
                 "what it samples could not be trained; use engine_type transformers"
@@ -400,15 +353,17 @@ class VllmEngine(Engine):
         return seen
 
     def _ask(
-        self, tokens: Sequence[int], sampling: object, seen: Mapping[str, object] | None = None
-    ) -> AsyncIterator[_RequestOutput]:
+        self, tokens: Sequence[int], sampling: object, seen: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[RequestOutput]:
         # Outputs of one request, which shares cached prefixes only with requests of the same weights.
         from vllm.inputs import tokens_input  # late: see _start
 
         self._num_requests += 1
         # The salt is part of the cache key, so keys and values of older weights are never reused.
         prompt = {**(seen or tokens_input(list(tokens))), "cache_salt": f"version-{self.policy_version}"}
-        return self._llm.generate(prompt, sampling, str(self._num_requests), lora_request=self._adapter)
+        number = str(self._num_requests)
+        outputs: AsyncIterator[RequestOutput] = self._llm.generate(prompt, sampling, number, lora_request=self._adapter)
+        return outputs
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
         """Load weights as in `Engine`. Running requests continue with the new weights: vLLM recomputes their keys and
@@ -507,11 +462,10 @@ class VllmEngine(Engine):
         except TypeError as error:
             raise UserError(f"explorer.rollout_model.extra_engine_args: rejected by vLLM: {error}") from error
 
-        async def start() -> _AsyncLLM:
+        async def start() -> AsyncLLM:
             # As one that is given whole batches: as many sequences at once as suit the GPU, by vLLM's own table (1,024
             # on one of 80 GB). Without it they are 128 on any.
-            llm: _AsyncLLM = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
-            return llm
+            return AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
 
         try:
             self._running = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
@@ -549,7 +503,7 @@ class VllmEngine(Engine):
             return ""
 
     def _stop(self) -> None:
-        async def shut_down(llm: _AsyncLLM) -> None:
+        async def shut_down(llm: AsyncLLM) -> None:
             llm.shutdown()
             # vLLM's pipe readers on this loop never end.
             left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -576,7 +530,7 @@ class VllmEngine(Engine):
         return f"engine 'vllm' ({self.model_path}, policy version {self.policy_version})"
 
 
-def cache_tokens(config: _VllmConfig) -> int | None:
+def cache_tokens(config: VllmConfig) -> int | None:
     """Capacity of the cache in tokens, over all replicas. None: the model has no such cache."""
     cache = config.cache_config
     # Newer releases count per kind of layer, since blocks are not tokens in models with several kinds. That count is
@@ -631,3 +585,38 @@ def _lora_args(rank: int) -> dict[str, Any]:
     if fitting is None:
         raise UserError(f"model.lora_configs: vLLM supports lora_rank up to {_LORA_RANKS[-1]}, not {rank}")
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": fitting}
+
+
+def set_defaults(on_cpu: bool) -> None:
+    """Set defaults of environment variables that vLLM reads on import."""
+    own = {
+        "VLLM_MAX_NUM_BAD_WORDS": str(MAX_BAD_WORDS),
+        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MAX_BAD_TOKENS),
+        "VLLM_RPC_BASE_PATH": socket_folder(),
+    }
+    for name, value in (_DEFAULTS | own | (_CPU_DEFAULTS if on_cpu else {})).items():
+        os.environ.setdefault(name, value)
+
+
+def main(file: str, node_rank: str, parent_pid: str) -> None:
+    """Entry point of the vLLM processes on a further node (vllm_follower.py), as in `vllm serve --headless`."""
+    die_with_parent(int(parent_pid))
+    given = json.loads(Path(file).read_text())
+    set_defaults(on_cpu=bool(given.pop("on_cpu")))
+    os.environ[ENGINE_PID] = str(os.getpid())  # for vLLM's processes, which end with this one
+    os.environ[CAUSE_FILE] = f"{file}.cause-{node_rank}"
+    # Late: see `VllmEngine._start`.
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    given["model"] = staged(given["model"])
+    arguments = AsyncEngineArgs(**given, node_rank=int(node_rank))
+    config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
+    # It is controlled by the first node; its monitor only sees the processes of this node.
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+    raise SystemExit(1)  # runs until they end
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,7 +3,8 @@ the model.
 
 The engine (vllm.py) records each start of vLLM, with arguments and rendezvous address, in a folder that all nodes
 share. A follower on each other node runs its part of the newest start only, since vLLM's followers do not notice the
-loss of the first node. The batch system ends a follower with its job.
+loss of the first node. The batch system ends a follower with its job. A job's first process imports this module, so
+it loads no configuration.
 """
 
 from __future__ import annotations
@@ -20,13 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rftdask.errors import RoleError
-from rftdask.processes.zygote import die_with_parent, socket_folder
-from rftdask.storage.staging import source_of, staged
+from rftdask.storage.staging import source_of
 
-ENGINE_PID = "RFTDASK_ENGINE_PID"
-"""Environment variable with the pid of the engine process, with which vLLM's processes end."""
-CAUSE_FILE = "RFTDASK_ENGINE_CAUSE"
-"""Environment variable with the file for the first fatal error of vLLM's processes."""
 NODES = "RFTDASK_ENGINE_NODES"
 """Environment variable of a worker whose engine has several nodes: their number and shared folder."""
 ADDRESS = "VLLM_HOST_IP"
@@ -35,17 +31,6 @@ _OVER = "over"
 _LOOK_S = 0.2
 _TELL_S = 60.0
 """Seconds for the engine to report the reason after a part of vLLM has ended, before the job ends."""
-
-_CPU_DEFAULTS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several processes share the cores; OMP_NUM_THREADS is set
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton, which does not support CPUs; set here to avoid a warning of vLLM
-}
-_DEFAULTS = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -111,7 +96,8 @@ def follow(nodes: Nodes, node_rank: int) -> None:
                     part.kill()
                     part.wait()
                 started, ended_s = newest, None
-                part = subprocess.Popen([sys.executable, "-m", __name__, str(newest), str(node_rank)])
+                arguments = str(newest), str(node_rank), str(os.getpid())
+                part = subprocess.Popen([sys.executable, "-m", "rftdask.engines.vllm", *arguments])
             elif part is not None and part.poll() is not None:
                 ended_s = ended_s or time.monotonic()
                 if time.monotonic() - ended_s > _TELL_S:
@@ -121,40 +107,3 @@ def follow(nodes: Nodes, node_rank: int) -> None:
         if part is not None:
             part.kill()
             part.wait()
-
-
-def set_defaults(on_cpu: bool) -> None:
-    """Set defaults of environment variables that vLLM reads on import."""
-    from rftdask.engines.base import MAX_BAD_TOKENS, MAX_BAD_WORDS  # late: a job's first process loads no configuration
-
-    own = {
-        "VLLM_MAX_NUM_BAD_WORDS": str(MAX_BAD_WORDS),
-        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MAX_BAD_TOKENS),
-        "VLLM_RPC_BASE_PATH": socket_folder(),
-    }
-    for name, value in (_DEFAULTS | own | (_CPU_DEFAULTS if on_cpu else {})).items():
-        os.environ.setdefault(name, value)
-
-
-def main(file: str, node_rank: str) -> None:
-    """Entry point of a part: vLLM processes on this node, as in `vllm serve --headless`."""
-    die_with_parent(os.getppid())
-    given = json.loads(Path(file).read_text())
-    set_defaults(on_cpu=bool(given.pop("on_cpu")))
-    os.environ[ENGINE_PID] = str(os.getpid())  # for vLLM's processes, which end with this one
-    os.environ[CAUSE_FILE] = f"{file}.cause-{node_rank}"
-    # Late: vLLM is optional, takes ten seconds to import, and reads the environment.
-    from vllm import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-    given["model"] = staged(given["model"])
-    arguments = AsyncEngineArgs(**given, node_rank=int(node_rank))
-    config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
-    # It is controlled by the first node; its monitor only sees the processes of this node.
-    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
-    raise SystemExit(1)  # runs until they end
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -11,9 +11,8 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -22,53 +21,12 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu.sample.sampler import Sampler as KernelSampler
 
-from rftdask.engines.vllm import end_with_engine
-from rftdask.engines.vllm_follower import CAUSE_FILE
+from rftdask.engines.vllm import CAUSE_FILE, end_with_engine
 
 _GREEDY_BELOW = 1e-5
 """Temperature below which vLLM samples greedily."""
 _WHERE_PROCESSES_END = ("vllm.v1.executor.multiproc_executor", "vllm.v1.engine.core")
 """Modules of vLLM that log fatal errors of a worker or the engine core; others log recoverable errors."""
-
-
-# ---- used parts of vLLM's objects
-
-
-class _SamplingMetadata(Protocol):
-    all_greedy: bool
-    temperature: Tensor
-
-
-class _Buffer(Protocol):
-    np: np.ndarray
-    gpu: Tensor
-
-
-class _SamplingStates(Protocol):
-    temperature: _Buffer
-    """Temperature of each running request, by slot. 0: greedy."""
-
-
-class _StructuredOutputs(Protocol):
-    apply_grammar_bitmask: Callable[..., None]
-
-
-class _ModelRunner(Protocol):
-    sampler: Sampler | KernelSampler
-    structured_outputs_worker: _StructuredOutputs
-    """Only in the second model runner."""
-
-    def get_model(self) -> torch.nn.Module: ...
-    def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
-
-
-class _QuantMethod(Protocol):
-    def process_weights_after_loading(self, layer: object) -> None: ...
-
-
-class _Layer(Protocol):
-    weight: Tensor
-    quant_method: _QuantMethod
 
 
 class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLLM is not installed
@@ -82,7 +40,7 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
     """Logits of this step before grammars. None: no row has a grammar."""
     _temperature_B: Tensor | None = None
 
-    def forward(self, logits: Tensor, sampling_metadata: _SamplingMetadata, *args: object, **kwargs: object) -> object:
+    def forward(self, logits: Tensor, sampling_metadata: Any, *args: object, **kwargs: object) -> object:
         temperature_B = None if sampling_metadata.all_greedy else sampling_metadata.temperature
         self._temperature_B = temperature_B
         try:
@@ -114,7 +72,6 @@ class TemperedKernelSampler(KernelSampler):  # type: ignore[misc]  # without typ
     that seeds have no cost.
     """
 
-    sampling_states: _SamplingStates
     end_ids: Sequence[int] = ()
     unmasked_BV: Tensor | None = None
     """See `TemperedSampler`."""
@@ -142,7 +99,7 @@ class TemperedKernelSampler(KernelSampler):  # type: ignore[misc]  # without typ
 class WeightWorker:
     """Methods that VllmEngine calls in every worker through `collective_rpc`."""
 
-    model_runner: _ModelRunner
+    model_runner: Any
 
     def use_tempered_logprobs(self, end_ids: Sequence[int]) -> bool:
         """Replace the sampler of this worker and pass it the logits before grammars. end_ids: tokens that end a
@@ -209,9 +166,9 @@ def _tensors(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
                 yield name, weights.get_tensor(name)
 
 
-def _tied_heads(model: torch.nn.Module) -> Iterator[tuple[_Layer, _Layer]]:
+def _tied_heads(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
     # (output layer, the embedding that it shares its weights with).
-    modules = cast(list[_Layer], [m for m in model.modules() if getattr(m, "weight", None) is not None])
+    modules = [module for module in model.modules() if getattr(module, "weight", None) is not None]
     for head in modules:
         if isinstance(head, ParallelLMHead):
             for other in modules:
