@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -22,6 +24,7 @@ from tests.learning.harness import Run
 from tests.learning.toys import LETTERS, after, build_policy, write_tables
 
 Bounds = Mapping[str, tuple[float, float]]
+Patch = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,19 @@ LONG = Case(
     shows="long",
 )
 """Not a test: what happens when a run continues long after it has converged; see docs/algorithms.md."""
+
+
+def instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], Patch]:
+    """Decorate a function that replaces `owner.name` within a context, and gets the original as its first argument."""
+    original = getattr(owner, name)
+
+    def decorate(replacement: Callable[..., Any]) -> Patch:
+        def replaced(*args: Any, **options: Any) -> Any:
+            return replacement(original, *args, **options)
+
+        return lambda: mock.patch.object(owner, name, replaced)
+
+    return decorate
 
 
 def config_of(case: Case, seed: int, toys: Path, workflows: str = "") -> dict[str, Any]:

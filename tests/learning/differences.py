@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,149 +26,104 @@ from rftdask.algorithm.losses.preference import Dpo, Orpo
 from rftdask.algorithm.losses.ratio import Sapo
 from rftdask.algorithm.losses.reinforce import Cispo
 from tests.learning import exact
-from tests.learning.cases import CASES, MANY_UPDATES, Case, learn
-
-Both = Callable[[], AbstractContextManager[Any]]
+from tests.learning.cases import CASES, MANY_UPDATES, Case, Patch, instead, learn
 
 
-def _detached_gate() -> AbstractContextManager[Any]:
+@instead(Sapo, "__call__")
+def _detached_gate(ours: Any, self: Sapo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Trinity-RFT's: -A sg(gate) log p."""
-
-    def theirs(self: Sapo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        advantages_BT, log_r_BT = inputs.advantages(), inputs.log_ratio()
-        tau_BT = torch.where(advantages_BT > 0, torch.full_like(log_r_BT, self.tau_pos), self.tau_neg)
-        gate_BT = torch.sigmoid(tau_BT * (log_r_BT.exp() - 1.0)) * (4.0 / tau_BT)
-        return -advantages_BT * gate_BT.detach() * inputs.policy_logprobs_BT, {}
-
-    return mock.patch.object(Sapo, "__call__", theirs)
+    advantages_BT, log_r_BT = inputs.advantages(), inputs.log_ratio()
+    tau_BT = torch.where(advantages_BT > 0, torch.full_like(log_r_BT, self.tau_pos), self.tau_neg)
+    gate_BT = torch.sigmoid(tau_BT * (log_r_BT.exp() - 1.0)) * (4.0 / tau_BT)
+    return -advantages_BT * gate_BT.detach() * inputs.policy_logprobs_BT, {}
 
 
-def _one_logit() -> AbstractContextManager[Any]:
+@instead(Dpo, "per_pair")
+def _one_logit(ours: Any, self: Dpo, rewards_P2: Tensor) -> Any:
     """Trinity-RFT's: the margins of all pairs of a pass are summed into one."""
-    ours = Dpo.per_pair
-
-    def theirs(self: Dpo, rewards_P2: Tensor) -> Tensor:
-        return ours(self, rewards_P2.sum(0, keepdim=True).expand_as(rewards_P2))
-
-    return mock.patch.object(Dpo, "per_pair", theirs)
+    return ours(self, rewards_P2.sum(0, keepdim=True).expand_as(rewards_P2))
 
 
-def _gigpo(change: Callable[[turns.Gigpo, Any], tuple[turns.Gigpo, Any]]) -> AbstractContextManager[Any]:
-    ours = turns.Gigpo.compute
-
-    def changed(self: turns.Gigpo, inputs: Any) -> Any:
-        function, given = change(self, inputs)
-        return ours(function, given)
-
-    return mock.patch.object(turns.Gigpo, "compute", changed)
-
-
-def _states_of_all_tasks() -> AbstractContextManager[Any]:
+@instead(turns.Gigpo, "compute")
+def _states_of_all_tasks(ours: Any, self: turns.Gigpo, inputs: Any) -> Any:
     """Trinity-RFT's: turns from equal states are compared across tasks."""
-    return _gigpo(lambda function, inputs: (replace(function, anchor_scope="batch"), inputs))
+    return ours(replace(self, anchor_scope="batch"), inputs)
 
 
-def _turns_told_nothing(inputs: Any) -> Any:
-    return replace(inputs, turn_rewards_N=torch.zeros_like(inputs.rewards_N))
-
-
-def _no_turn_rewards() -> AbstractContextManager[Any]:
+@instead(turns.Gigpo, "compute")
+def _no_turn_rewards(ours: Any, self: turns.Gigpo, inputs: Any) -> Any:
     """Workflow that reports its states but no rewards of turns."""
-    return _gigpo(lambda function, inputs: (function, _turns_told_nothing(inputs)))
+    return ours(self, replace(inputs, turn_rewards_N=torch.zeros_like(inputs.rewards_N)))
 
 
-def _turns_alone() -> AbstractContextManager[Any]:
+@instead(turns.Gigpo, "compute")
+def _turns_alone(ours: Any, self: turns.Gigpo, inputs: Any) -> Any:
     """Trinity-RFT's: the part of a rollout's reward that exceeds the sum of its turns' is dropped."""
-
-    def theirs(function: turns.Gigpo, inputs: Any) -> tuple[turns.Gigpo, Any]:
-        given = _turns_told_nothing(inputs)
-        return function, replace(given, rewards_N=torch.zeros_like(inputs.rewards_N))
-
-    return _gigpo(theirs)
+    nothing_N = torch.zeros_like(inputs.rewards_N)
+    return ours(self, replace(inputs, turn_rewards_N=nothing_N, rewards_N=nothing_N))
 
 
-def _cap() -> AbstractContextManager[Any]:
+@instead(Cispo, "__call__")
+def _cap(ours: Any, self: Cispo, inputs: Any) -> Any:
     """TRL's: epsilon_high is the largest weight."""
-    ours = Cispo.__call__
-
-    def theirs(self: Cispo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return ours(replace(self, clip_range_high=self.clip_range_high - 1.0), inputs)
-
-    return mock.patch.object(Cispo, "__call__", theirs)
+    return ours(replace(self, clip_range_high=self.clip_range_high - 1.0), inputs)
 
 
-def _all_rows_count(rate: float = 1.0) -> AbstractContextManager[Any]:
+def _all_rows_count(rate: float) -> Patch:
     """TRL's: the mean is over all rows, with or without a token to train. rate: learning rate, relative to ours."""
-    ours = aggregation.row_weights
 
-    def theirs(counts_B: Tensor, mode: str, **more: Any) -> Tensor:
+    @instead(aggregation, "row_weights")
+    def theirs(ours: Any, counts_B: Tensor, mode: str, **more: Any) -> Tensor:
         return ours(counts_B, mode, **more) * (rate * (counts_B > 0).float().mean())
 
-    return mock.patch.object(aggregation, "row_weights", theirs)
+    return theirs
 
 
-def _ratio_of_two() -> AbstractContextManager[Any]:
+@instead(kl.CorrectedK3, "estimate")
+def _ratio_of_two(
+    ours: Any, self: kl.CorrectedK3, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor
+) -> Tensor:
     """Trinity-RFT's: the correcting ratio is at most 2."""
-
-    def theirs(self: kl.CorrectedK3, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-        ratio = (policy_logprobs - old_logprobs).exp().clamp(max=2.0)
-        return ratio * kl.K3().estimate(difference, policy_logprobs, None)
-
-    return mock.patch.object(kl.CorrectedK3, "estimate", theirs)
+    ratio = (policy_logprobs - old_logprobs).exp().clamp(max=2.0)
+    return ratio * kl.K3().estimate(difference, policy_logprobs, None)
 
 
-def _sft_by_token() -> AbstractContextManager[Any]:
+@instead(Orpo, "__call__")
+def _sft_by_token(ours: Any, self: Orpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """TRL's, except for its prompts: the SFT part is a mean over the tokens of all chosen responses."""
-    ours = Orpo.__call__
-
-    def theirs(self: Orpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss_BT, metrics = ours(self, inputs)
-        chosen_P = self.rewards(inputs).view(-1, 2)[:, 0]
-        lengths_P = inputs.loss_mask_BT.sum(-1).view(-1, 2)[:, 0]
-        moved_P = chosen_P * (1.0 - lengths_P / lengths_P.double().mean()).to(chosen_P.dtype)
-        return loss_BT + inputs.spread(moved_P.repeat_interleave(2)), metrics
-
-    return mock.patch.object(Orpo, "__call__", theirs)
+    loss_BT, metrics = ours(self, inputs)
+    chosen_P = self.rewards(inputs).view(-1, 2)[:, 0]
+    lengths_P = inputs.loss_mask_BT.sum(-1).view(-1, 2)[:, 0]
+    moved_P = chosen_P * (1.0 - lengths_P / lengths_P.double().mean()).to(chosen_P.dtype)
+    return loss_BT + inputs.spread(moved_P.repeat_interleave(2)), metrics
 
 
-def _sums_over_tokens() -> AbstractContextManager[Any]:
+@instead(Dpo, "__call__")
+def _sums_over_tokens(ours: Any, self: Dpo, inputs: Any) -> Any:
     """OpenRLHF's: the margin of IPO is over whole responses; beta is 0.1."""
-    ours = Dpo.__call__
-
-    def theirs(self: Dpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return ours(replace(self, loss_type="ipo_sum", beta=0.1), inputs)
-
-    return mock.patch.object(Dpo, "__call__", theirs)
+    return ours(replace(self, loss_type="ipo_sum", beta=0.1), inputs)
 
 
-def _sum_of_a_pass() -> AbstractContextManager[Any]:
+@instead(Algorithm, "compute_loss")
+def _sum_of_a_pass(ours: Any, self: Algorithm, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Trinity-RFT's: a pass is its sum over the width, weighted by its number of rows, so the weight of a row depends
     on its pass.
     """
-    ours = Algorithm.compute_loss
-
-    def theirs(self: Algorithm, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = ours(self, inputs)
-        return loss * len(inputs.policy_logprobs_BT), metrics
-
-    return mock.patch.object(Algorithm, "compute_loss", theirs)
+    loss, metrics = ours(self, inputs)
+    return loss * len(inputs.policy_logprobs_BT), metrics
 
 
-def _tools_enter() -> AbstractContextManager[Any]:
+@instead(tokens.Gae, "compute")
+def _tools_enter(ours: Any, self: tokens.Gae, inputs: Any) -> Any:
     """Trinity-RFT's: a tool's output between two actions of the policy is a step like any other."""
-    ours = tokens.Gae.compute
-
-    def theirs(self: tokens.Gae, inputs: Any) -> Any:
-        mask_Q, row_Q = inputs.loss_mask_Q, inputs.row_Q
-        places_Q = torch.arange(len(row_Q))
-        ends = torch.full((len(inputs.rewards_N),), -1).scatter_reduce(0, row_Q[mask_Q], places_Q[mask_Q], "amax")
-        begins = torch.full_like(ends, len(row_Q)).scatter_reduce(0, row_Q[mask_Q], places_Q[mask_Q], "amin")
-        between_Q = (places_Q >= begins[row_Q]) & (places_Q <= ends[row_Q])
-        every = replace(inputs, loss_mask_Q=between_Q, token_rewards_Q=inputs.token_rewards())
-        result = ours(replace(self, whiten=False), every)
-        return tokens.token_result(inputs, tokens.whiten(inputs, result.advantages_Q), {}, result.returns_Q)
-
-    return mock.patch.object(tokens.Gae, "compute", theirs)
+    mask_Q, row_Q = inputs.loss_mask_Q, inputs.row_Q
+    places_Q = torch.arange(len(row_Q))
+    ends = torch.full((len(inputs.rewards_N),), -1).scatter_reduce(0, row_Q[mask_Q], places_Q[mask_Q], "amax")
+    begins = torch.full_like(ends, len(row_Q)).scatter_reduce(0, row_Q[mask_Q], places_Q[mask_Q], "amin")
+    between_Q = (places_Q >= begins[row_Q]) & (places_Q <= ends[row_Q])
+    every = replace(inputs, loss_mask_Q=between_Q, token_rewards_Q=inputs.token_rewards())
+    result = ours(replace(self, whiten=False), every)
+    return tokens.token_result(inputs, tokens.whiten(inputs, result.advantages_Q), {}, result.returns_Q)
 
 
 def _case(name: str) -> Case:
@@ -184,8 +138,8 @@ class Run:
     """Function of the table of conformance."""
     case: Case
     metric: str
-    theirs: Both
-    ours: Both = nullcontext
+    theirs: Patch
+    ours: Patch = nullcontext
 
     def measure(self, seed: int) -> tuple[float, float]:
         """Return the metric with ours and with the peer's formula."""
@@ -228,7 +182,7 @@ EMPTY = Run(
     "grpo loss with empty rows",
     replace(_case("dr_grpo"), lr=0.1, settings=(*SGD, *CUT, "algorithm.loss_agg_mode=seq-mean-token-mean")),
     "accuracy",
-    _all_rows_count,
+    _all_rows_count(1.0),
 )
 
 DIFFERENCES: Mapping[str, Run | Exact] = {
@@ -243,7 +197,7 @@ DIFFERENCES: Mapping[str, Run | Exact] = {
         "grpo loss with empty rows", "share of their weight without the empty ones", exact.step_of_the_masked
     ),
     "empty rows: half of a batch": EMPTY,
-    "empty rows: theirs at twice the rate": replace(EMPTY, theirs=lambda: _all_rows_count(2.0)),
+    "empty rows: theirs at twice the rate": replace(EMPTY, theirs=_all_rows_count(2.0)),
     "corrected_k3: bias": Exact(
         "corrected_k3 penalty in the loss", "bias of the gradient, over its norm", exact.bias_of_corrected_k3
     ),

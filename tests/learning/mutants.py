@@ -16,7 +16,7 @@ survives, because then no test checks that part. No file changes. The mutations:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ from rftdask.algorithm.advantages import group, tokens, turns
 from rftdask.algorithm.losses import imitation, preference, ratio, reinforce
 from rftdask.buffer.batches import source
 from rftdask.config.schema.buffer import RolloutArgs
-from tests.learning.cases import CASES, crossed, learn
+from tests.learning.cases import CASES, Patch, crossed, instead, learn
 
 FREE = {"clip_range": 1.0, "clip_range_low": 1.0, "clip_range_high": 1e9}
 
@@ -88,121 +88,105 @@ class Mutant:
 
     name: str
     case: str
-    broken: Callable[[], AbstractContextManager[Any]]
+    broken: Patch
 
 
-def _sign_of_loss(cls: type) -> AbstractContextManager[Any]:
-    original = cls.__call__
-
-    def mutant(self: Any, inputs: Any) -> Any:
+def _sign_of_loss(cls: type) -> Patch:
+    @instead(cls, "__call__")
+    def mutant(original: Any, self: Any, inputs: Any) -> Any:
         loss_BT, metrics = original(self, inputs)
         return -loss_BT, metrics
 
-    return mock.patch.object(cls, "__call__", mutant)
+    return mutant
 
 
-def _without_clip(cls: type, loose: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    original = cls.__call__
-    return mock.patch.object(cls, "__call__", lambda self, inputs: original(replace(self, **loose), inputs))
+def _without_clip(cls: type, loose: Mapping[str, Any]) -> Patch:
+    return instead(cls, "__call__")(lambda original, self, inputs: original(replace(self, **loose), inputs))
 
 
-def _sign_of_advantage(cls: type) -> AbstractContextManager[Any]:
-    original = cls.__call__
-
-    def mutant(self: Any, inputs: Any) -> Any:
+def _sign_of_advantage(cls: type) -> Patch:
+    @instead(cls, "__call__")
+    def mutant(original: Any, self: Any, inputs: Any) -> Any:
         result = original(self, inputs)
         tokens_Q = result.advantages_Q
         return replace(result, advantages_N=-result.advantages_N, advantages_Q=None if tokens_Q is None else -tokens_Q)
 
-    return mock.patch.object(cls, "__call__", mutant)
+    return mutant
 
 
-def _without_baseline(cls: type, place: Any) -> AbstractContextManager[Any]:
-    if isinstance(place, str):  # a field of the inputs
-        original = cls.compute
-
-        def without(self: Any, inputs: Any) -> Any:
+def _without_baseline(cls: type, place: Any) -> Patch:
+    @instead(*((cls, "compute") if isinstance(place, str) else (place, "group_stats")))
+    def mutant(original: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(place, str):  # a field of the inputs
+            self, inputs = args
             return original(self, replace(inputs, **{place: torch.zeros_like(getattr(inputs, place))}))
-
-        return mock.patch.object(cls, "compute", without)
-    statistics = place.group_stats
-
-    def mutant(*args: Any, **options: Any) -> Any:
-        stats = statistics(*args, **options)
+        stats = original(*args, **options)
         return replace(stats, mean_G=torch.zeros_like(stats.mean_G))
 
-    return mock.patch.object(place, "group_stats", mutant)
+    return mutant
 
 
-def _worst_of_n() -> AbstractContextManager[Any]:
-    original = group.BestOfN.compute
-
-    def mutant(self: Any, inputs: Any) -> Any:
-        return original(self, replace(inputs, rewards_N=-inputs.rewards_N))
-
-    return mock.patch.object(group.BestOfN, "compute", mutant)
+@instead(group.BestOfN, "compute")
+def _worst_of_n(original: Any, self: Any, inputs: Any) -> Any:
+    return original(self, replace(inputs, rewards_N=-inputs.rewards_N))
 
 
-def _all_trained() -> AbstractContextManager[Any]:
-    original = source.supervised_batch
-
-    def mutant(rows: Any, *args: Any) -> Any:
-        return original([(row_tokens, prompt, None) for row_tokens, prompt, _ in rows], *args)
-
-    return mock.patch.object(source, "supervised_batch", mutant)
+@instead(source, "supervised_batch")
+def _all_trained(original: Any, rows: Any, *args: Any) -> Any:
+    return original([(row_tokens, prompt, None) for row_tokens, prompt, _ in rows], *args)
 
 
-def _nobody_shown() -> AbstractContextManager[Any]:
-    return mock.patch.object(imitation, "expert_mask", torch.zeros_like)
+@instead(imitation, "expert_mask")
+def _nobody_shown(original: Any, expert_mask_B: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(expert_mask_B)
 
 
-def _inverted_filter() -> AbstractContextManager[Any]:
-    original = tokens.filtered
-    return mock.patch.object(tokens, "filtered", lambda inputs, grpo, dropped_Q: original(inputs, grpo, ~dropped_Q))
+@instead(tokens, "filtered")
+def _inverted_filter(original: Any, inputs: Any, grpo: Any, dropped_Q: torch.Tensor) -> Any:
+    return original(inputs, grpo, ~dropped_Q)
 
 
-def _sign_of_kl(cls: type) -> AbstractContextManager[Any]:
-    original = cls.per_token
-    return mock.patch.object(cls, "per_token", lambda self, *given: -original(self, *given))
+def _sign_of_kl(cls: type) -> Patch:
+    return instead(cls, "per_token")(lambda original, self, *given: -original(self, *given))
 
 
 def _no_penalty() -> AbstractContextManager[Any]:
     return mock.patch.object(kl.KlFn, "is_active", False)
 
 
-def _hard_first() -> AbstractContextManager[Any]:
-    original = selectors.EasyToHard.order
-    return mock.patch.object(
-        selectors.EasyToHard, "order", lambda self, features_NF, *more: original(self, -features_NF, *more)
-    )
+@instead(selectors.EasyToHard, "order")
+def _hard_first(original: Any, self: Any, features_NF: Any, *more: Any) -> Any:
+    return original(self, -features_NF, *more)
 
 
-def _one_temperature(name: str) -> AbstractContextManager[Any]:
-    def stays(self: Any, explore_step: int) -> float:
+def _one_temperature(name: str) -> Patch:
+    @instead(RolloutArgs, "temperature_at")
+    def stays(original: Any, self: Any, explore_step: int) -> float:
         return float(self.temperature if self.final_temperature is None else getattr(self, name))
 
-    return mock.patch.object(RolloutArgs, "temperature_at", stays)
+    return stays
 
 
-def _one_coefficient(name: str) -> AbstractContextManager[Any]:
-    def stays(self: Any, step: int, coef: float) -> float:
+def _one_coefficient(name: str) -> Patch:
+    @instead(kl.KlFn, "coef_at")
+    def stays(original: Any, self: Any, step: int, coef: float) -> float:
         return float(coef if self.final_coef is None else getattr(self, name))
 
-    return mock.patch.object(kl.KlFn, "coef_at", stays)
+    return stays
 
 
 def mutants() -> Iterator[Mutant]:
     """Return all mutants."""
     for cls, (case, loose) in LOSSES.items():
-        yield Mutant(f"{cls.__name__}: sign", case, lambda cls=cls: _sign_of_loss(cls))
+        yield Mutant(f"{cls.__name__}: sign", case, _sign_of_loss(cls))
         if loose:
-            yield Mutant(f"{cls.__name__}: clip", case, lambda cls=cls, loose=loose: _without_clip(cls, loose))
+            yield Mutant(f"{cls.__name__}: clip", case, _without_clip(cls, loose))
     for cls, (case, place) in ADVANTAGES.items():
-        yield Mutant(f"{cls.__name__}: sign", case, lambda cls=cls: _sign_of_advantage(cls))
+        yield Mutant(f"{cls.__name__}: sign", case, _sign_of_advantage(cls))
         if place is not None:
-            yield Mutant(f"{cls.__name__}: baseline", case, lambda c=cls, place=place: _without_baseline(c, place))
+            yield Mutant(f"{cls.__name__}: baseline", case, _without_baseline(cls, place))
     for name in ("hinge", "ipo", "ipo_sum"):
-        yield Mutant(f"Dpo: sign of {name}", f"dpo-{name}", lambda: _sign_of_loss(preference.Dpo))
+        yield Mutant(f"Dpo: sign of {name}", f"dpo-{name}", _sign_of_loss(preference.Dpo))
     yield Mutant("BestOfN: sign", "raft", _worst_of_n)
     yield Mutant("Sft: mask", "sft", _all_trained)
     yield Mutant("Mix: mask", "mix", _nobody_shown)
@@ -210,16 +194,16 @@ def mutants() -> Iterator[Mutant]:
     yield Mutant("ClipB: mask", "grpo-clipb", _inverted_filter)
     yield Mutant("ClipV: mask", "grpo-clipv", _inverted_filter)
     for fn in (kl.K2, kl.K3, kl.LowVarKl, kl.AbsKl, kl.CorrectedK3):
-        yield Mutant(f"{fn.__name__}: sign", f"grpo-{fn.kl_name}", lambda fn=fn: _sign_of_kl(fn))
+        yield Mutant(f"{fn.__name__}: sign", f"grpo-{fn.kl_name}", _sign_of_kl(fn))
     for case in ("grpo-k1", "reinforceplusplus-k1"):
-        yield Mutant(f"K1: sign in {case}", case, lambda: _sign_of_kl(kl.K1))
+        yield Mutant(f"K1: sign in {case}", case, _sign_of_kl(kl.K1))
         yield Mutant(f"K1: coefficient 0 in {case}", case, _no_penalty)
     yield Mutant("EasyToHard: sign", "grpo-curriculum", _hard_first)
     for name in ("temperature", "final_temperature"):
-        yield Mutant(f"RolloutArgs: {name} alone", "grpo-cooling", lambda name=name: _one_temperature(name))
+        yield Mutant(f"RolloutArgs: {name} alone", "grpo-cooling", _one_temperature(name))
     for name in ("kl_coef", "final_coef"):
-        yield Mutant(f"KlFn: {name} alone", "grpo-letting_go", lambda name=name: _one_coefficient(name))
-    yield Mutant("EntropyBonus: sign", "grpo-entropy", lambda: _sign_of_kl(entropy.EntropyBonus))
+        yield Mutant(f"KlFn: {name} alone", "grpo-letting_go", _one_coefficient(name))
+    yield Mutant("EntropyBonus: sign", "grpo-entropy", _sign_of_kl(entropy.EntropyBonus))
 
 
 def killed_by(mutant: Mutant, seed: int) -> list[str]:
