@@ -10,12 +10,22 @@ from dataclasses import replace
 
 from rftdask.config import Config, fill_from_environment
 from rftdask.config.schema.buffer import TasksetConfig
-from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.explorer import EngineTraits, InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import POLICY, SamplingParams
 from rftdask.engines.client import EngineSpec
 from rftdask.processes.child import LOG_LEVEL
 from rftdask.processes.device_lock import DEVICES_VARIABLE
+
+
+class ExternalEngine(EngineTraits):
+    """Traits of a model behind an OpenAI-compatible API, which is evaluated and never trained.
+
+    It works on text, so there is no engine process and no `Engine`; rollouts/policy/remote_model.py calls the service.
+    """
+
+    engine_type = "external"
+    is_external = True
 
 
 def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log_file: str | None) -> EngineSpec:

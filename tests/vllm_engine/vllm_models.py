@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
@@ -26,23 +27,26 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 END_IDS = (1, 2)
 IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,  # logits that differ between tokens
+}
 
 
 def save_qwen2(folder: Path, seed: int, tied: bool) -> Path:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=128,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
         tie_word_embeddings=tied,
         eos_token_id=list(END_IDS),
         bos_token_id=None,
         pad_token_id=0,
-        initializer_range=0.1,  # logits that differ between tokens
+        **SIZES,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     # The first of the 256 byte characters are the visible ASCII characters.
@@ -53,18 +57,6 @@ def save_qwen2(folder: Path, seed: int, tied: bool) -> Path:
         folder
     )
     return folder
-
-
-_TEXT = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.1,
-}
-"""Sizes of the language model in a model that reads images."""
 
 
 def save_idefics3(folder: Path, seed: int) -> Path:
@@ -93,7 +85,7 @@ def save_idefics3(folder: Path, seed: int) -> Path:
         text_config={
             "model_type": "llama",
             "vocab_size": len(tokenizer),
-            **_TEXT,
+            **SIZES,
             **ends,
         },
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
@@ -128,7 +120,7 @@ def save_qwen_vl(folder: Path, seed: int, model_type: str) -> Path:
     config = (Qwen2VLConfig if is_older else Qwen2_5_VLConfig)(
         text_config={
             "vocab_size": len(tokenizer),
-            **_TEXT,
+            **SIZES,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12]},
             **ends,
         },

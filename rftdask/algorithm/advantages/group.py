@@ -114,7 +114,7 @@ class Reinforce(AdvantageFn):
     uses_groups = False
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Advantages; the statistics are only for metrics."""
+        # The statistics are only for metrics.
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         return result(inputs, inputs.rewards_N, stats.metrics())
 
@@ -185,7 +185,6 @@ class Asymre(AdvantageFn):
     deprecated_names = ("asymre_verl",)
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Advantages; the shift is in units of the reward."""
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         baseline_N = stats.mean_G[inputs.group_N] + self.baseline_shift
         return result(inputs, inputs.rewards_N - baseline_N, stats.metrics())
@@ -258,7 +257,6 @@ class BestOfN(AdvantageFn):
         require(chosen, "best and threshold are both None, so every rollout would be imitated; set one of them")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Selection by rank among the used rollouts of the task."""
         drops_N, rewards_N = base_drops(inputs), inputs.rewards_N.double()
         if self.threshold is not None:
             # Checked first, so that a best rollout below the threshold has this reason.
@@ -302,7 +300,6 @@ class RecAdvantage(AdvantageFn):
             one_of("drop", self.drop, ("balance",))
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Advantages; dropped rollouts are excluded from the statistics."""
         drops_N = base_drops(inputs)
         used_N = inputs.used_N
         if self.drop == "balance":

@@ -36,7 +36,6 @@ class StepWiseGrpo(Grpo):
     compares_turns = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """GRPO advantages of the rollouts, for all their turns."""
         result = of_rollouts(super().compute, inputs)
         if not self.enable_step_norm:
             return result

@@ -172,11 +172,9 @@ class Mix(Mixture):
         require(0.0 <= self.mu <= 1.0, f"mu must be within [0, 1], got {self.mu}")
 
     def mu_at(self, step: int) -> float:
-        """Constant weight."""
         return self.mu
 
     def imitation(self) -> PolicyLoss:
-        """Plain SFT."""
         return Sft()
 
 
