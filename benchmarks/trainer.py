@@ -183,10 +183,7 @@ def main() -> None:
     batch = make_batch()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as scratch:
         write_model(folder, args.quick)
-        steps = {
-            "rftdask": our_step(folder, batch),
-            "bare loop": bare_step(folder, batch),
-        }
+        steps = {"rftdask": our_step(folder, batch), "bare loop": bare_step(folder, batch)}
         if find_spec("trl") is None:
             print("TRL is not installed, so it is left out; it is in the extra conformance")
         else:

@@ -74,12 +74,7 @@ class _Rows:
 
     @classmethod
     def make(
-        cls,
-        requests: Sequence[GenerateRequest],
-        vocab_size: int,
-        columns: int,
-        device: torch.device,
-        num_choices: int,
+        cls, requests: Sequence[GenerateRequest], vocab_size: int, columns: int, device: torch.device, num_choices: int
     ) -> _Rows:
         """Rows of requests that enter a batch of `columns` columns, without sampled tokens."""
         params = [request.sampling for request in requests]

@@ -22,13 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
@@ -36,15 +30,7 @@ from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.hub import local_model
 from rftdask.data.images import ImageProcessor
-from rftdask.engines.base import (
-    MAX_BATCH_TOKENS,
-    MIN_TEMPERATURE,
-    Engine,
-    GenerateRequest,
-    Give,
-    SamplingParams,
-    Take,
-)
+from rftdask.engines.base import MAX_BATCH_TOKENS, MIN_TEMPERATURE, Engine, GenerateRequest, Give, SamplingParams, Take
 from rftdask.engines.decode_batch import DecodeBatch, Prompts
 from rftdask.engines.sampling import Guide, Guides
 from rftdask.errors import DamagedError, DataError, RoleError

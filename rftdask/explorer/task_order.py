@@ -39,10 +39,7 @@ def make_task_order(storage: Storage, log: ExperienceLog, config: Config, sizes:
 
 
 def fixed_order(
-    tasksets: Sequence[TasksetConfig],
-    sizes: Mapping[str, int],
-    batch_size: int,
-    plugin_dirs: tuple[str, ...] = (),
+    tasksets: Sequence[TasksetConfig], sizes: Mapping[str, int], batch_size: int, plugin_dirs: tuple[str, ...] = ()
 ) -> Callable[[int], list[TaskRef]]:
     """Tasks by number of the step, a pure function. Reads the rows of tasksets that are ordered by their columns.
 

@@ -69,13 +69,7 @@ def _send(stream: IO[bytes], message: Any) -> None:
 
 
 def _start_process(
-    target: str,
-    threads: int,
-    stderr: IO[bytes],
-    env: Mapping[str, str],
-    *,
-    may_fork: bool,
-    needs: Sequence[str] | None,
+    target: str, threads: int, stderr: IO[bytes], env: Mapping[str, str], *, may_fork: bool, needs: Sequence[str] | None
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     variables = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     # Dask's nanny sets the math libraries to one thread; a child has its own cores.

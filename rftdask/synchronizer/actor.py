@@ -111,12 +111,7 @@ class SyncHandle:
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        client: Client | None,
-        poll_interval_s: float = 0.05,
-        *,
-        is_near: bool = False,
+        self, storage: Storage, client: Client | None, poll_interval_s: float = 0.05, *, is_near: bool = False
     ) -> None:
         """
         Args:

@@ -159,9 +159,7 @@ def test_removing_a_protection_changes_no_undisturbed_run(storage: Storage, part
 
 def test_a_test_that_detects_no_missing_protection_fails() -> None:
     report = CrashReport(0, [Figures("power", "", num_tried=1)], [ProtectionFigures("fsync of files", 3, 0, "")])
-    assert report.failures == [
-        "without fsync of files nothing broke in 3 tries: this test proves nothing of it",
-    ]
+    assert report.failures == ["without fsync of files nothing broke in 3 tries: this test proves nothing of it"]
     assert "BROKEN: 1" in report.render()
 
 

@@ -33,11 +33,7 @@ def write_grpo_config(folder: Path, **sections: dict[str, Any]) -> Path:
             "max_prompt_tokens": 16,
             "max_response_tokens": 4,
         },
-        "algorithm": {
-            "algorithm_type": "grpo",
-            "repeat_times": 4,
-            "optimizer": {"lr": 1.0e-3},
-        },
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": 4, "optimizer": {"lr": 1.0e-3}},
         "cluster": {"num_cpus": 2},
         "buffer": {
             "batch_size": 4,

@@ -223,10 +223,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "the newest checkpoint is gone": without("global_step_*"),
     "the weights are gone": without("weights/*"),
     "the end is a list": beside("control/END.json", "[1]"),
-    "the end is of no process": beside(
-        "control/END.json",
-        json.dumps({**LEASE, "status": "begun"}),
-    ),
+    "the end is of no process": beside("control/END.json", json.dumps({**LEASE, "status": "begun"})),
     "the jobs are an object": beside("control/jobs-both.json", '{"a": 1}'),
     "the jobs nest": beside("control/jobs-both.json", NESTED),
     "the jobs of a submission have another shape": beside("control/submitted.json", '[{"role": 7}]'),

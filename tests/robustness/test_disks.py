@@ -153,12 +153,7 @@ def test_logs_that_do_not_fit_end_nothing_and_fill_no_terminal(
 def test_an_error_arrives_even_if_its_log_does_not_fit(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
     disk = make_disk(tmp_path / "log", 4)
     log = disk.folder / "refused.log"
-    child = Child(
-        "tests.unit.processes.child_targets:fail",
-        {"kind": "other"},
-        name="refused",
-        log_file=log,
-    )
+    child = Child("tests.unit.processes.child_targets:fail", {"kind": "other"}, name="refused", log_file=log)
     try:
         with pytest.raises(RoleError, match=f"No space left on device .log: {disk.folder}/refused.log"):
             child.receive(60)

@@ -164,12 +164,7 @@ def test_supervised_rows_that_teach_nothing(rows: list[dict[str, object]], toy_m
         "algorithm": {"algorithm_type": "sft"},
         "buffer": {
             "train_batch_size": 1,
-            "trainer_input": {
-                "experience_buffer": {
-                    "path": str(data),
-                    "format": {"messages_key": "messages"},
-                }
-            },
+            "trainer_input": {"experience_buffer": {"path": str(data), "format": {"messages_key": "messages"}}},
         },
         "trainer": {"total_steps": 1},
         "monitor": {"monitor_type": "none"},

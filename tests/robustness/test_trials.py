@@ -55,16 +55,10 @@ WORKFLOWS = {
         "depth",
     ),
     "asks nothing": ("async def scored(task, model):\n    return 1.0", "never called"),
-    "asks with no messages": (
-        "async def scored(task, model):\n    await model.chat([])",
-        "at least one message",
-    ),
+    "asks with no messages": ("async def scored(task, model):\n    await model.chat([])", "at least one message"),
     "forgets to await": ("async def scored(task, model):\n    return model.generate('x').text", "text"),
     "has no such judge": ("async def scored(task, model):\n    model.auxiliary('judge')", "explorer.auxiliary_models"),
-    "fails at its start": (
-        "async def scored(task, model):\n    raise ValueError('no Chess-v9')",
-        "Chess-v9",
-    ),
+    "fails at its start": ("async def scored(task, model):\n    raise ValueError('no Chess-v9')", "Chess-v9"),
     "dies at its start": ("async def scored(task, model):\n    os._exit(7)", "exited with code 7"),
     "takes a column that is not there": ("async def scored(task, model):\n    return task.row['level']", "level"),
     "returns nothing": ("async def scored(task, model):\n    await model.generate('x')", "None"),

@@ -41,10 +41,7 @@ LEARNS = "it takes minutes; it made the table below it"
 ELSEWHERE: dict[str, dict[str, str]] = {
     **{f"docs/{page}": {"": "tests/e2e/guides/test_tutorials.py"} for walk in WALKS for page in walk},
     "docs/extending.md": {"": "tests/unit/test_extending_page.py"},
-    "README.md": {
-        "make quickstart": ".ci/run",
-        "make test": ".ci/run",
-    },
+    "README.md": {"make quickstart": ".ci/run", "make test": ".ci/run"},
     "docs/algorithms.md": {
         "python examples/quickstart.py": LEARNS,
         "python -m tests.learning.differences": LEARNS,

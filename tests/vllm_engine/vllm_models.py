@@ -41,12 +41,7 @@ SIZES: dict[str, Any] = {
 def save_qwen2(folder: Path, seed: int, tied: bool) -> Path:
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=128,
-        tie_word_embeddings=tied,
-        eos_token_id=list(END_IDS),
-        bos_token_id=None,
-        pad_token_id=0,
-        **SIZES,
+        vocab_size=128, tie_word_embeddings=tied, eos_token_id=list(END_IDS), bos_token_id=None, pad_token_id=0, **SIZES
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     # The first of the 256 byte characters are the visible ASCII characters.
@@ -82,12 +77,7 @@ def save_idefics3(folder: Path, seed: int) -> Path:
             "patch_size": 14,
             "initializer_range": 0.1,
         },
-        text_config={
-            "model_type": "llama",
-            "vocab_size": len(tokenizer),
-            **SIZES,
-            **ends,
-        },
+        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **SIZES, **ends},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         tie_word_embeddings=False,

@@ -12,17 +12,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from rftdask.compat.trinity import (
-    algorithm,
-    experience,
-    model,
-    monitor,
-    operators,
-    registry,
-    rewards,
-    task,
-    workflows,
-)
+from rftdask.compat.trinity import algorithm, experience, model, monitor, operators, registry, rewards, task, workflows
 from rftdask.errors import UserError
 
 _PACKAGES = ("common", "common.models", "utils", "buffer", "buffer.operators", "buffer.selector", "algorithm")

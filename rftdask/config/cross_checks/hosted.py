@@ -21,10 +21,7 @@ def _both_sides_are_at_the_service(config: Config) -> Iterator[Problem]:
     trains, samples = config.trainer.is_hosted, config.explorer.rollout_model.traits.is_hosted
     enabled = "model.tinker.enable: true sets both"
     if trains and not samples:
-        yield (
-            "trainer.trainer_type",
-            f"tinker requires engine_type tinker; {enabled}",
-        )
+        yield ("trainer.trainer_type", f"tinker requires engine_type tinker; {enabled}")
     elif samples and not trains:
         yield "explorer.rollout_model.engine_type", f"tinker requires trainer_type tinker; {enabled}"
     tinker = config.model.tinker
@@ -44,10 +41,7 @@ def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
         "model.repetition_penalty": (model.repetition_penalty != 1, "its sampler has none; leave it out"),
         "model.temperature": (model.temperature != 1, "it only trains logprobs of temperature 1; leave it out"),
         "trainer.num_ranks": ((trainer.num_ranks or 1) > 1, "the service has its own ranks; leave it out"),
-        "trainer.tensor_parallel_size": (
-            trainer.tensor_parallel_size > 1,
-            "the service has its own; leave it out",
-        ),
+        "trainer.tensor_parallel_size": (trainer.tensor_parallel_size > 1, "the service has its own; leave it out"),
         "trainer.ulysses_sequence_parallel_size": (
             trainer.ulysses_sequence_parallel_size > 1,
             "the service has its own; leave it out",
@@ -75,10 +69,7 @@ def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
             sync.sync_method in ("memory", "nccl"),
             "weights stay at the service, and files name them; leave it out",
         ),
-        "synchronizer.full_publish_interval": (
-            sync.full_publish_interval > 1,
-            "the service keeps them; leave it out",
-        ),
+        "synchronizer.full_publish_interval": (sync.full_publish_interval > 1, "the service keeps them; leave it out"),
         "cluster.colocate": (bool(config.cluster.colocate), "no GPU is shared; leave it out (mode: both)"),
     }
     for place, taskset in config.buffer.explorer_input.train_places.items():

@@ -189,10 +189,7 @@ def _teachers_are_there(config: Config) -> Iterator[Problem]:
         if not model.model_path:
             yield f"{at}[{number}].model_path", "required: the model that workflows get by model.auxiliary(name)"
         elif names.count(names[number]) > 1:
-            yield (
-                f"{at}[{number}].name",
-                f"{names[number]!r} also names another model; give each a unique name",
-            )
+            yield (f"{at}[{number}].name", f"{names[number]!r} also names another model; give each a unique name")
 
 
 def _teaching_is_shared_out(config: Config) -> Iterator[Problem]:
@@ -231,10 +228,7 @@ def _external_is_not_trained(config: Config) -> Iterator[Problem]:
     # Both ways to name such a model; the message is for the key that was used.
     key = f"{at}.enable" if config.model.external_model.enable else "explorer.rollout_model.engine_type"
     if config.mode != "bench":
-        yield (
-            key,
-            f"a model behind an API returns no tokens or logprobs to train; use mode bench, not {config.mode}",
-        )
+        yield (key, f"a model behind an API returns no tokens or logprobs to train; use mode bench, not {config.mode}")
     if not config.model.external_model.model_name:
         yield f"{at}.model_name", "required: the model's name at the service"
 

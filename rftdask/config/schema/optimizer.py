@@ -90,8 +90,7 @@ class OptimizerConfig(Section):
     """Arguments of the schedule, named as in transformers, for example {num_cycles: 2} for cosine_with_restarts. None:
     defaults."""
     optimizer_type: Annotated[
-        str,
-        PluginName("optimizer", lambda: OPTIMIZERS, arguments="optimizer_args", complete=False),
+        str, PluginName("optimizer", lambda: OPTIMIZERS, arguments="optimizer_args", complete=False)
     ] = "adam"
     """adamw (also called adam), adafactor, muon, sgd and others of torch.optim (docs/trainer.md); or
     package.module.Name, such as torchao.optim.AdamW8bit."""

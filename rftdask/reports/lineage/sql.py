@@ -55,12 +55,7 @@ def open_tables(url: str | Path) -> duckdb.DuckDBPyConnection:
 
 
 def query(
-    tables: RunTables,
-    sql: str,
-    *,
-    confined: bool = False,
-    deadline_s: float | None = None,
-    max_rows: int | None = None,
+    tables: RunTables, sql: str, *, confined: bool = False, deadline_s: float | None = None, max_rows: int | None = None
 ) -> pa.Table:
     """Run a statement over the tables that it names and return its rows.
 

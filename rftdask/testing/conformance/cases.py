@@ -171,11 +171,7 @@ def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any
             rollout_logprobs_BT=batch.sampler if correct else batch.old,
             loss_mask_BT=batch.mask,
             token_weights_BT=algorithm.token_weights(
-                batch.mask,
-                max_tokens=MAX_TOKENS,
-                expert_mask_B=batch.experts,
-                step=STEP,
-                dtype=batch.policy.dtype,
+                batch.mask, max_tokens=MAX_TOKENS, expert_mask_B=batch.experts, step=STEP, dtype=batch.policy.dtype
             ),
             advantages_BT=batch.advantages,
             ref_logprobs_BT=batch.ref,

@@ -111,8 +111,7 @@ def _preference_cases() -> list[Case]:
         def theirs(batch: Batch) -> Tensor:
             means = _means(batch)
             trainer = _trainer(
-                beta=0.1,
-                concatenated_forward=lambda *_: (means[::2], means[1::2], means, means, sft(batch)),
+                beta=0.1, concatenated_forward=lambda *_: (means[::2], means[1::2], means, means, sft(batch))
             )
             trainer.odds_ratio_loss = lambda *logprobs: ORPOTrainer.odds_ratio_loss(trainer, *logprobs)
             loss: Tensor = ORPOTrainer.get_batch_loss_metrics(trainer, None, {})[0]
@@ -152,11 +151,7 @@ def _preference_cases() -> list[Case]:
             precompute_ref_logps=True,
             _compute_kl_logps=lambda *_: batch.mismatched[0],
         )
-        more = {
-            "label": batch.rewards > 0,
-            "ref_logps": _sums(batch, batch.ref),
-            "ref_KL_logps": batch.mismatched[1],
-        }
+        more = {"label": batch.rewards > 0, "ref_logps": _sums(batch, batch.ref), "ref_KL_logps": batch.mismatched[1]}
         loss: Tensor = KTOTrainer._compute_loss(trainer, _model(batch), _inputs(batch, **more), False)
         return loss
 

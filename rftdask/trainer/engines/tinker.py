@@ -279,14 +279,7 @@ class TinkerTrainEngine(TrainEngine):
         lengths = batch.response_lengths[indices]
         policy_BT = pad_sequence([row[-n:] for row, n in zip(logprobs, lengths, strict=True)], batch_first=True)
         return device_batch.loss_inputs(
-            self._config,
-            self._algorithm,
-            indices,
-            policy_BT,
-            weights_N,
-            scores,
-            advantages,
-            kl_coef=self._kl_coefs[0],
+            self._config, self._algorithm, indices, policy_BT, weights_N, scores, advantages, kl_coef=self._kl_coefs[0]
         )
 
     def weights(self) -> Mapping[str, Data]:

@@ -44,9 +44,7 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[Cal
     return read_own_calls(folder / "stacks.jsonl")
 
 
-def test_the_command_reaches_a_rank_as_the_tour_describes(
-    stacks: list[tuple[str, list[Call]]],
-) -> None:
+def test_the_command_reaches_a_rank_as_the_tour_describes(stacks: list[tuple[str, list[Call]]]) -> None:
     ways = dict(stacks)
     # `supervise` is what runs for one rank; the rest is how any child process starts.
     (supervisor, *child) = ways["process of a rank"]

@@ -43,10 +43,7 @@ def train(gangs: dict[int, Ranks] | None, model: str, name: str, folder: str) ->
     return save({key: full(tensor.detach()).contiguous() for key, tensor in tensors.items()})
 
 
-NARROW = {
-    "trainer__master_weights": "bfloat16",
-    "algorithm__optimizer__optimizer_type": "torchao.optim.AdamW8bit",
-}
+NARROW = {"trainer__master_weights": "bfloat16", "algorithm__optimizer__optimizer_type": "torchao.optim.AdamW8bit"}
 
 
 def resume_narrow(gangs: dict[int, Ranks], model: str) -> tuple[bool, bool, list[float]]:

@@ -11,13 +11,7 @@ import pytest
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.shard import done_units
 from rftdask.storage import open_storage
-from tests.integration.run_cases import (
-    RunProcess,
-    assert_same_run,
-    assert_sound,
-    run_folder,
-    write_config,
-)
+from tests.integration.run_cases import RunProcess, assert_same_run, assert_sound, run_folder, write_config
 
 pytestmark = pytest.mark.slow
 

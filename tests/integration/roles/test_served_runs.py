@@ -129,9 +129,7 @@ def use(served: Served, number: int) -> bool:
         return False
 
 
-def test_rewarded_sessions_are_logged_once_despite_kills(
-    tmp_path: Path,
-) -> None:
+def test_rewarded_sessions_are_logged_once_despite_kills(tmp_path: Path) -> None:
     config, num_steps_in_all, per_step = runs.write_config(tmp_path), 3, runs.BATCH_SIZE * runs.REPEAT_TIMES
     folder = runs.run_folder(config)
     settings = (

@@ -230,10 +230,7 @@ def test_each_key_of_a_part_reaches_the_loss(section: dict[str, Any], loss: floa
         ({"advantage_fn": "reinforce"}, [1.0, 0.0]),
         ({"advantage_fn_args": {"std": "none"}}, [0.5, -0.5]),
         # The first rollout pays half a nat of its reward.
-        (
-            {"advantage_fn": "reinforce", "kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.5}},
-            [0.5, 0.0],
-        ),
+        ({"advantage_fn": "reinforce", "kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.5}}, [0.5, 0.0]),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

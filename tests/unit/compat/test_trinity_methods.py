@@ -80,14 +80,8 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
             "nothing to call: counters decide, and no step is drained",
             STYLES + "test_no_style_deadlocks",
         ),
-        "need_sync": (
-            "`SyncRules.takes_newest_at`",
-            STYLES + "test_new_weights_are_taken_at_boundaries_or_always",
-        ),
-        "need_eval": (
-            "`EvaluationQueue.add_due`",
-            EVALUATION + "test_versions_are_due_at_start_interval_and_end",
-        ),
+        "need_sync": ("`SyncRules.takes_newest_at`", STYLES + "test_new_weights_are_taken_at_boundaries_or_always"),
+        "need_eval": ("`EvaluationQueue.add_due`", EVALUATION + "test_versions_are_due_at_start_interval_and_end"),
         "eval": (
             "work units, in parallel with training",
             EXPLORER + "test_evaluations_take_half_of_the_engines_during_training",

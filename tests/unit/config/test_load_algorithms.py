@@ -32,8 +32,7 @@ def test_a_mixed_batch_holds_the_rollouts_of_an_explore_step(ratio: float, batch
 
 
 @pytest.mark.parametrize(
-    ("buffers", "found"),
-    [(["shown"], "shown"), (["shown", "more"], "shown"), (["more", "sft_dataset"], "sft_dataset")],
+    ("buffers", "found"), [(["shown"], "shown"), (["shown", "more"], "shown"), (["more", "sft_dataset"], "sft_dataset")]
 )
 def test_demonstrations_are_found_without_being_named(buffers: list[str], found: str) -> None:
     shown = {"auxiliary_buffers": {name: {"path": f"{name}.jsonl"} for name in buffers}}

@@ -6,13 +6,7 @@ import pytest
 from config_cases import config, grpo
 
 from rftdask.buffer.batches.backpressure import UnreadLimit, unread_limit
-from rftdask.buffer.batches.replay_priority import (
-    DecayLimitRandomization,
-    LinearDecay,
-    Replay,
-    make_replay,
-    max_uses,
-)
+from rftdask.buffer.batches.replay_priority import DecayLimitRandomization, LinearDecay, Replay, make_replay, max_uses
 
 AT = "buffer.trainer_input.experience_buffer"
 ON = (f"{AT}.replay_buffer.enable=true", "synchronizer.sync_style=fully_async")

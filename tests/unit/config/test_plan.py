@@ -115,14 +115,8 @@ FILES, MEMORY = "checkpoint: files of the run, since", "held in /dev/shm"
         ([S3, "synchronizer.sync_method=checkpoint"], f"{FILES} sync_method says so"),
         ([MEMORY_CHOSEN], f"memory: {MEMORY}, since sync_method says so"),
         ([NCCL_CHOSEN], f"nccl: {MEMORY}, as by memory on one machine, since sync_method says so"),
-        (
-            [SLURM, MEMORY_CHOSEN],
-            f"memory: {MEMORY}, by Dask between machines, since sync_method says so",
-        ),
-        (
-            [SLURM, NCCL_CHOSEN],
-            f"nccl: {MEMORY}, by gloo between machines, since sync_method says so",
-        ),
+        ([SLURM, MEMORY_CHOSEN], f"memory: {MEMORY}, by Dask between machines, since sync_method says so"),
+        ([SLURM, NCCL_CHOSEN], f"nccl: {MEMORY}, by gloo between machines, since sync_method says so"),
         ([*EVALUATED, S3], f"memory: {MEMORY}, since one machine runs on an object store"),
     ],
 )

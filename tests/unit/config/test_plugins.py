@@ -290,10 +290,7 @@ def test_registered_parts_are_read_from_their_source(folder: Path, monkeypatch: 
         "scale": Parameter("float", required=False),
         "limit": Parameter("int | None", required=False),
     }
-    assert parts["slow"].parameters == {
-        "path": Parameter("str"),
-        "retries": Parameter("int", required=False),
-    }
+    assert parts["slow"].parameters == {"path": Parameter("str"), "retries": Parameter("int", required=False)}
     assert parts["fast"].traits["needs_gpu"] is True and parts["slow"].traits["needs_gpu"] is False
     assert "parts_package" not in sys.modules
     fast = find_part("engine", "fast", parts)

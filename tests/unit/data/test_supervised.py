@@ -64,12 +64,7 @@ class MovingTemplate(CharTokenizer):
 
 def read(rows: list[dict[str, Any]], tokenizer: CharTokenizer | None = None, **fields: Any) -> list[tuple[str, str]]:
     """(prompt, response) of each row as the trainer sees them."""
-    values = {
-        "prompt_type": "messages",
-        "prompt_key": "q",
-        "response_key": "a",
-        "messages_key": "messages",
-    }
+    values = {"prompt_type": "messages", "prompt_key": "q", "response_key": "a", "messages_key": "messages"}
     max_tokens = fields.pop("max_tokens", 99)
     fmt = FormatConfig(**{**values, **fields})
     source = SftRows(RowsDataset([rows], "f"), tokenizer or CharTokenizer(), fmt, max_tokens)

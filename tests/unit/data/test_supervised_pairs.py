@@ -73,10 +73,7 @@ def pair(row: dict[str, Any], **fields: Any) -> list[str]:
 )
 def test_a_pair_of_chats_has_its_prompt_apart_or_inside(row: dict[str, Any]) -> None:
     assert pair(row) == ["u:q\na:[good\n]", "u:q\na:[bad\n]"]
-    assert pair(row, system_prompt="kind", reply_prefix=">") == [
-        "s:kind\nu:q\na:>[good\n]",
-        "s:kind\nu:q\na:>[bad\n]",
-    ]
+    assert pair(row, system_prompt="kind", reply_prefix=">") == ["s:kind\nu:q\na:>[good\n]", "s:kind\nu:q\na:>[bad\n]"]
 
 
 def test_assistant_messages_after_the_prompt_are_learned() -> None:

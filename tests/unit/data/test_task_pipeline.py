@@ -24,23 +24,8 @@ from rftdask.data.juicer import runner
 from rftdask.data.juicer.base import Pipeline
 from rftdask.data.juicer.environment import PLACE, Environment, find_environment, set_up
 from rftdask.data.juicer.process import JuicerProcess
-from rftdask.data.task_pipeline import (
-    REPORT,
-    WEIGHTS,
-    check_pipeline,
-    make_datasets,
-    score_rows,
-    standing_in,
-)
-from rftdask.errors import (
-    ConfigError,
-    DataError,
-    NotInstalledError,
-    ProcessLostError,
-    RftError,
-    UserError,
-    WaitTimeout,
-)
+from rftdask.data.task_pipeline import REPORT, WEIGHTS, check_pipeline, make_datasets, score_rows, standing_in
+from rftdask.errors import ConfigError, DataError, NotInstalledError, ProcessLostError, RftError, UserError, WaitTimeout
 from rftdask.run.run_folder import check_run, open_run
 from rftdask.storage import open_storage
 from tests.living import wait_until_gone

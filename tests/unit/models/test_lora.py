@@ -126,10 +126,7 @@ def test_only_adapters_are_trained_checkpointed_and_published(model_folder: str)
         "actor/optim.safetensors",
     ]
     own = load(bytes(files["actor/optim.safetensors"]))
-    assert {name for name in own if ".lora_" not in name} == {
-        "num_skipped_in_a_row",
-        "spares_norms_biases_embeddings",
-    }
+    assert {name for name in own if ".lora_" not in name} == {"num_skipped_in_a_row", "spares_norms_biases_embeddings"}
     published = engine.weights()
     assert sorted(published) == ["adapter_config.json", "adapter_model.safetensors"]
     assert all(".lora_" in name for name in load(bytes(published["adapter_model.safetensors"])))

@@ -12,14 +12,7 @@ import pytest
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.rollouts.rollout import RolloutTimes
 from rftdask.rollouts.runner import UnitOutcome
-from rftdask.rollouts.work_units import (
-    RolloutResult,
-    RolloutTask,
-    Sums,
-    rollout_status,
-    step_metrics,
-    summarize_unit,
-)
+from rftdask.rollouts.work_units import RolloutResult, RolloutTask, Sums, rollout_status, step_metrics, summarize_unit
 from tests.unit.rollouts.rollout_cases import work_unit
 
 

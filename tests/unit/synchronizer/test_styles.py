@@ -13,13 +13,7 @@ from sync_simulation import Outcome, Simulation
 from rftdask.buffer.batches.backpressure import UnreadLimit
 from rftdask.buffer.batches.replay_priority import DecayLimitRandomization, Replay
 from rftdask.config import load_config
-from rftdask.synchronizer.styles import (
-    DEFAULT_MAX_STALENESS,
-    SyncRules,
-    SyncStyle,
-    WeightRequirement,
-    make_sync_rules,
-)
+from rftdask.synchronizer.styles import DEFAULT_MAX_STALENESS, SyncRules, SyncStyle, WeightRequirement, make_sync_rules
 from tests.unit.config.config_cases import grpo
 
 FIXED, EXPLORER, TRAINER, ASYNC = SyncStyle

@@ -13,12 +13,7 @@ from rftdask.storage import Storage
 from rftdask.synchronizer.manifest import NAME, is_valid
 from rftdask.synchronizer.published import CHECKPOINT_POINTER, read_pointer
 from rftdask.testing.storage_faults import FaultyStorage
-from rftdask.trainer.checkpoint import (
-    Checkpoints,
-    checkpoint_steps,
-    newest_valid_checkpoint,
-    oldest_resume_point,
-)
+from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps, newest_valid_checkpoint, oldest_resume_point
 from tests.unit.trainer.trainer_cases import new_storage
 
 

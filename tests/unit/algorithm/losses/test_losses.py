@@ -183,11 +183,7 @@ def golden_metrics(name: str, **args: Any) -> tuple[dict[str, float], LossInputs
         ("gspo", {}, {"loss": 0.27235108613967896}),
         ("sft", {}, {"loss": -0.07560186833143234}),
         ("opmd", {}, {"loss": -0.009589947760105133}),
-        (
-            "dpo",
-            {},
-            {"loss": 0.5406752228736877, "reward_chosen": 0.7082431316, "reward_rejected": 0.3757950783},
-        ),
+        ("dpo", {}, {"loss": 0.5406752228736877, "reward_chosen": 0.7082431316, "reward_rejected": 0.3757950783}),
     ],
 )
 def test_metrics_equal_the_golden_values(name: str, args: dict[str, Any], golden: dict[str, float]) -> None:

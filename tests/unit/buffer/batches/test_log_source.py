@@ -301,19 +301,13 @@ def some_fail(task: int, rollout: int) -> Status:
 
 def test_rows_of_unfinished_rollouts_are_dropped_with_a_reason() -> None:
     storage = committed(statuses=some_fail)
-    assert take(make_source(storage), [1, 2]) == [
-        ("t/0/0/0/0", "t/0/1/1/0"),
-        ("t/0/2/0/0", "t/0/2/1/0", "t/0/3/0/0"),
-    ]
+    assert take(make_source(storage), [1, 2]) == [("t/0/0/0/0", "t/0/1/1/0"), ("t/0/2/0/0", "t/0/2/1/0", "t/0/3/0/0")]
     reasons = {(rows.reason, rows.rows) for entry in entries(storage) for rows in entry.drop}
     assert reasons == {("failed", (1,)), ("timeout", (2,)), ("filtered", (3,))}
     assert audit(storage) == Audit(16, 5, 8, {"failed": 1, "timeout": 1, "filtered": 1})
 
 
-@given(
-    st.dictionaries(st.tuples(st.integers(0, 7), st.integers(0, 1)), st.sampled_from(Status)),
-    st.booleans(),
-)
+@given(st.dictionaries(st.tuples(st.integers(0, 7), st.integers(0, 1)), st.sampled_from(Status)), st.booleans())
 @settings(max_examples=40)
 def test_only_trainable_rows_are_ever_used(statuses: dict[tuple[int, int], Status], ordered: bool) -> None:
     storage = committed(statuses=lambda task, rollout: statuses.get((task, rollout), Status.OK))

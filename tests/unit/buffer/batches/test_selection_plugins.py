@@ -74,12 +74,7 @@ def test_no_strategy_passes_the_staleness_bound() -> None:
 def test_a_strategy_is_named_with_its_arguments() -> None:
     named = config(grpo(), ASYNC, f"algorithm.sample_strategy={NAME}")
     assert type(make_sample_strategy(named)).__name__ == "Freshest"
-    loaded = config(
-        grpo(),
-        ASYNC,
-        f"algorithm.sample_strategy={NAME}",
-        "algorithm.sample_strategy_args={at_least: 2}",
-    )
+    loaded = config(grpo(), ASYNC, f"algorithm.sample_strategy={NAME}", "algorithm.sample_strategy_args={at_least: 2}")
     check_plugins(loaded)
     strategy = make_sample_strategy(loaded)
     assert (type(strategy).__name__, strategy.at_least) == ("Freshest", 2)  # type: ignore[attr-defined]

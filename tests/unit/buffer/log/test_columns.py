@@ -41,10 +41,7 @@ FULL = Experience(
     metrics={"accuracy": 1.0, "format": 0.1},
     env_state="at 0,1",
     turn_reward=0.25,
-    turns=(
-        Turn(2, 1, 2, 0, 4, "user", 2**62, 10, 10, "at 0,1", 0.25),
-        Turn(3, 3, 4, 4, 8, "tool", 7, 11, 12),
-    ),
+    turns=(Turn(2, 1, 2, 0, 4, "user", 2**62, 10, 10, "at 0,1", 0.25), Turn(3, 3, 4, 4, 8, "tool", 7, 11, 12)),
     routed_experts=np.array([[0, 1], [2, 3], [0, 2], [299, 1], [4, 0]], np.int16),
     version_starts=((0, 10), (3, 12)),
     session="ticket-4711",

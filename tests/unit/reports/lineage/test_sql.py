@@ -96,12 +96,7 @@ def test_experiences_contain_the_hash_of_their_weights(case):
 
 def test_experience_states_sum_up_to_the_audit(case):
     rows = ask(case.url, "select state, reason, count(*) from states group by all order by all")
-    assert rows == [
-        ("dropped", "failed", 1),
-        ("dropped", "repeat", 4),
-        ("trained", None, 7),
-        ("waiting", None, 4),
-    ]
+    assert rows == [("dropped", "failed", 1), ("dropped", "repeat", 4), ("trained", None, 7), ("waiting", None, 4)]
     audit = audit_log(ParquetLog(case.storage), Ledger(case.storage), tasks_per_unit=2)
     assert (audit.trained, audit.waiting, audit.dropped) == (7, 4, {"failed": 1, "repeat": 4})
 

@@ -177,7 +177,7 @@ def test_a_timeline_has_the_activities_of_each_role():
     # Chrome trace: a process, two threads, and the same spans in microseconds.
     events = trace_events([make_stage("b", 0.0, 0), stage])
     assert [(event["pid"], event["tid"], event["args"]["name"]) for event in events if event["ph"] == "M"] == [
-        *((2, 0, "a"), (2, 1, "trainer"), (2, 2, "explorer")),
+        *((2, 0, "a"), (2, 1, "trainer"), (2, 2, "explorer"))
     ]
     [first, *_] = spans = [event for event in events if event["ph"] == "X"]
     assert first == {"ph": "X", "ts": 9e6, "dur": 1e6, "pid": 2, "tid": 1, "name": "publish", "args": {"step": 1}}

@@ -167,8 +167,7 @@ def test_settings_of_the_adapter_and_of_adamw_arrive(model: Path, server: Tinker
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    {"rank": 4, "seed": 11, "train_mlp": False, "train_attn": False, "train_unembed": False}.items(),
+    ("key", "value"), {"rank": 4, "seed": 11, "train_mlp": False, "train_attn": False, "train_unembed": False}.items()
 )
 def test_a_key_of_the_adapter_reaches_the_service(model: Path, server: TinkerServer, key: str, value: Any) -> None:
     config = config_at(server, model, **{f"model__tinker__{key}": value})

@@ -57,9 +57,7 @@ def test_experts_go_to_the_ranks_whole(config: Any) -> None:
     assert plan[f"{block}gate"] == "ep_router"
 
 
-def test_dealt_experts_need_whole_router_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dealt_experts_need_whole_router_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(transformers.Qwen3MoeConfig, **EXPERTS)
     monkeypatch.setattr(transformers, "__version__", "5.16.1")
     with pytest.raises(DataError, match=r"transformers 5.16.1 omits a part of the gradient .* install 5.19"):
