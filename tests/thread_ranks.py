@@ -1,7 +1,5 @@
 """Fake ranks: threads of one process that exchange messages in memory instead of between processes."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Sequence

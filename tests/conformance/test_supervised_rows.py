@@ -1,7 +1,5 @@
 """Promise: rows of sft and dpo have the ids, and the border between prompt and response, of TRL's trainers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run the crash test as users do, in a separate process because it forks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@
 - the batches and the final weights equal those of an undisturbed run bit for bit.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

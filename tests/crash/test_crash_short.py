@@ -6,8 +6,6 @@ system call, and damage to every twentieth file lose and repeat nothing; without
 tests find an error.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 is kept or lost as a whole, and without a power loss the disk behaves like any other.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

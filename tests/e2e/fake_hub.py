@@ -1,7 +1,5 @@
 """A Hugging Face Hub in this process: it creates models, accepts commits with inline files, and keeps all uploads."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

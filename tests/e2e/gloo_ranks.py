@@ -3,8 +3,6 @@
 The processes are forked from one that has loaded torch and transformers, so four cost little more than one.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The path to a line of code: the package's own functions on the stack, written to a file that a test reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import traceback

@@ -4,8 +4,6 @@ Work changes its thread or process in `submit` of an executor, in `submit` of a 
 the path to them and then do their normal work. Workers import this module as one of their preloads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs with real engines that a CPU finishes in seconds: a toy model with a few thousand weights, and its tasks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

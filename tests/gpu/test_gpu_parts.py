@@ -3,8 +3,6 @@
 tests/e2e/test_benchmarks.py runs the same parts in tiny form on a CPU.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ table of `qstat -u`, and the environment of a job. Jobs are processes of this ma
     python fake_pbs.py COMMAND SPOOL ARGUMENT...
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Stages of runs on a local cluster in the test's own process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

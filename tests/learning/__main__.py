@@ -1,7 +1,5 @@
 """Measure what algorithms learn: python -m tests.learning [NAME...] [--seeds 0,1,2] [--json FILE] [--markdown]."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -4,8 +4,6 @@ To add a type, add a `Case` to CASES. Bounds hold for seeds 0 to 2, and a wrong 
 one of them. `python -m tests.learning NAME... [--all]` prints the measurements.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Mapping

@@ -8,8 +8,6 @@ formula, the number comes from a policy of eight words (exact.py). Every row of 
 seed 0.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

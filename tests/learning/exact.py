@@ -5,8 +5,6 @@ Float64. The loss of a batch is its expectation over the words, so the bias of a
 sampling is its variance, which is also a sum. Each function returns (ours, the peer's) for a seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -10,8 +10,6 @@ toy run takes seconds and shows what an algorithm learns.
 weights that the synchronization rules select. Everything else is the code of real runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

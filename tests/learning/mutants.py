@@ -13,8 +13,6 @@ survives, because then no test checks that part. No file changes. The mutations:
 - mask: masked tokens are trained.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager

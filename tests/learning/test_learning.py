@@ -5,8 +5,6 @@ detect errors: some of them here, all of them in `python -m tests.learning.mutan
 the seeds, such as "0,1,2".
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Promises: a reward model ranks unseen pairs, and a policy learns from its scores."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

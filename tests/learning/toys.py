@@ -19,8 +19,6 @@ Demonstrations (sft), comparisons (dpo) and texts (cpt) are echo's right answers
 them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from functools import partial

@@ -4,8 +4,6 @@ A mistake that the user can fix gives exit code 2 and one message that begins wi
 option, and contains no traceback and no raw control character. Nothing is explored or trained, and no file changes.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@ file is partly visible; after a fix the same command resumes to the same bits. T
 in memory.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

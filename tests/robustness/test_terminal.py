@@ -1,7 +1,5 @@
 """Promise: no text from tasks, models, names or files controls the terminal, and no secret is displayed."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

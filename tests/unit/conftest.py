@@ -3,8 +3,6 @@
 moto and s3fs are in the dev extra; where they are missing the S3 tests fail, they are not skipped.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import uuid

@@ -1,7 +1,5 @@
 """Hooks of FaultyStorage that end a writer at one place, as a kill would, or fail every call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rftdask.errors import StorageError

@@ -2,8 +2,6 @@
 all files that the build reads, every instruction exists, and the citation and the issue forms are well formed.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

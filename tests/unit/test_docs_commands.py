@@ -8,8 +8,6 @@
 Examples in examples/ are toys for a laptop, which tests/e2e/guides runs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

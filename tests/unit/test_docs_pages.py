@@ -6,8 +6,6 @@ with the test that runs it, or with the reason why nothing here can. One that is
 A word in capitals is what the reader puts in: WORDS has it. A block with file=NAME is that file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -2,8 +2,6 @@
 heading that it links to; what it shows of configurations keeps to the schema.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

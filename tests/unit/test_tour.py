@@ -2,8 +2,6 @@
 on a path is used by a file earlier on that path, unless files on storage connect the two.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -8,8 +8,6 @@ If vLLM cannot compute with a model, the run ends with vLLM's reason.
 One engine with tied embeddings serves most tests, because starting it takes a minute.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import io

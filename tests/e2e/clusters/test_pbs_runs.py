@@ -5,8 +5,6 @@
 - `status` lists its jobs, and `cancel` ends it with a checkpoint and leaves no job.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

@@ -23,8 +23,6 @@
 Skipped if SLURM does not answer (`sinfo -h`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

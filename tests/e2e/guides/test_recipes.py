@@ -1,7 +1,5 @@
 """Promise of examples/recipes: copied into an empty folder, each runs on the toy as its first lines describe."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -3,8 +3,6 @@ drawn and grow; controls change them; filter, comparison, samples and SQL work b
 host, and no script fails.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

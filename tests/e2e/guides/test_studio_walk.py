@@ -3,8 +3,6 @@ only the reward is written as a file. The user configures a run with custom task
 does not learn, fixes the reward, sees that it learns, compares both runs, and submits the better one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

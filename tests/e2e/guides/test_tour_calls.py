@@ -5,8 +5,6 @@ A stack ends with its thread. The path from the command crosses two threads and 
 stacks at which work is handed over; see `recorded_run`.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

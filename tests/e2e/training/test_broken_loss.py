@@ -8,8 +8,6 @@
 - a loss that hangs does not prevent a second Ctrl-C from ending the run.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 without rftdask, finds every weight and every moment of AdamW in its folder, bit for bit.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -6,8 +6,6 @@
 - several ranks and engines, and the styles without lock-step, end sound.
 """
 
-from __future__ import annotations
-
 import json
 from hashlib import sha256
 from pathlib import Path

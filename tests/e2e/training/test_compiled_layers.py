@@ -2,8 +2,6 @@
 of two steps without, in float32 on a CPU. The test needs the C++ compiler that PyTorch calls.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -3,8 +3,6 @@ machine built from deltas, have the bits of the trainer's weights, tensor by ten
 fingerprint. On average a delta has at most 5 % of the bytes at the learning rates of reinforcement learning.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 one on a dataset. Same toys and bounds, through the command: processes of engines and ranks, storage between them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ The same holds for bfloat16 weights with 8-bit moments (trainer.master_weights),
 the same bits.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -11,8 +11,6 @@
 - any number of ranks loads what any other number saved, bit for bit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The word with more a is preferred; the words of the held-out pairs are in no other pair.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

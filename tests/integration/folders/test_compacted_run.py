@@ -2,8 +2,6 @@
 finds all experiences, and it can be trained again.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ Runs in the environment $RFTDASK_LIGHT, which CI creates; otherwise in this one,
 hidden.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 training are two commands.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

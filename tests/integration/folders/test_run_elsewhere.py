@@ -2,8 +2,6 @@
 read in place, from any working directory, by a relative path, moved or copied.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

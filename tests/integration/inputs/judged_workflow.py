@@ -1,7 +1,5 @@
 """A workflow that uses every call of an auxiliary model."""
 
-from __future__ import annotations
-
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Task
 
 

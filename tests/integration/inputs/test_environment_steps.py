@@ -2,8 +2,6 @@
 and the policy is trained with the advantages computed by hand.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -2,8 +2,6 @@
 trainer's rank, in this process, on a tiny model's own rollouts.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

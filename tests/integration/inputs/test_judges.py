@@ -2,8 +2,6 @@
 counted, and a run whose judge is killed has the same results.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 after that command the same run continues to its end without losses.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Uses a stand-in for torchvision, without which transformers cannot read videos.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

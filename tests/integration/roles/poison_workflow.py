@@ -3,8 +3,6 @@
 They run on the worker's own event loop (explorer.sandbox.mode=never), like a library that crashes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

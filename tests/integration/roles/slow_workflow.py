@@ -1,7 +1,5 @@
 """A workflow whose tasks take different times, so that the groups of a work unit end one after another."""
 
-from __future__ import annotations
-
 import asyncio
 
 from rftdask.rollouts.workflows.base import PolicyModel, Task

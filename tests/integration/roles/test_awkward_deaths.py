@@ -8,8 +8,6 @@
 - without a trainer, a task that kills its worker does not end the run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

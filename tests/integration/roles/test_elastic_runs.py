@@ -8,8 +8,6 @@
   its next epoch it does not run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

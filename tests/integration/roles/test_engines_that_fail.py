@@ -2,8 +2,6 @@
 no task is blamed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 half committed, ends with the weights of an undisturbed run that committed its batches whole.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -7,8 +7,6 @@
 - nothing outlives the process that its job started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -7,8 +7,6 @@
   back, the same command finishes the run as if nothing had happened.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

@@ -11,8 +11,6 @@
 - if slots follow the engine's memory, as many rollouts are in progress as fit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@ killed: the server, its engine, a rank of a concurrent trainer, or the whole tra
 they are published, and each turn records its own version; a trainer trains on the served sessions.
 """
 
-from __future__ import annotations
-
 import datetime
 import http.client
 import io

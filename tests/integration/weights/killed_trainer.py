@@ -9,8 +9,6 @@ request versions beyond the pointer, so a resumed trainer must know on its own w
 FOLDER/problems.json has the places and the problems at them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

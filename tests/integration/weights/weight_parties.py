@@ -2,8 +2,6 @@
 Dask worker is a machine with its own RFTDASK_SHARED_MEMORY.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Experiences, shards and logs for the tests of the buffer: small, and readable in an assertion."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@
 - `run --help` forks no servers.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

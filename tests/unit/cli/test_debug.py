@@ -2,8 +2,6 @@
 results in a run folder and does not change the log of a run.
 """
 
-from __future__ import annotations
-
 import os
 import pstats
 from pathlib import Path

@@ -2,8 +2,6 @@
 run then continues with the same bits, also after kills, and all reports count the rows of the batch as skipped.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Promises of rftdask submit: its scripts on SLURM and on other batch systems."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Configs and jobs for the tests of batch systems."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

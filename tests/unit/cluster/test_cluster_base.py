@@ -1,7 +1,5 @@
 """Promises of all clusters."""
 
-from __future__ import annotations
-
 import pytest
 
 from rftdask.cluster.base import close_in_turn, control_workers

@@ -1,7 +1,5 @@
 """Promises of the rule for jobs and of their lists on storage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Promises of existing Dask clusters."""
 
-from __future__ import annotations
-
 import pytest
 
 from rftdask.cluster.existing import ExistingCluster, assign

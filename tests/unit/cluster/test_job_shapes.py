@@ -1,7 +1,5 @@
 """Promises of the shapes of jobs: which workers share a job, and what does not fit a partition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Promises of batch systems other than SLURM."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

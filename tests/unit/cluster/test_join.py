@@ -1,7 +1,5 @@
 """Promises of the workers of jobs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -2,8 +2,6 @@
 arithmetic; scaling a role adds workers like those it has, under names that were never used, and removes the newest.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from rftdask.cluster.layout import (

@@ -1,7 +1,5 @@
 """Promises of dask-cuda clusters: each role has its GPUs."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Promises of the secrets directory."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Promises of SLURM clusters: jobs of workers, and steps of an allocation."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Promises of SLURM's commands: what their answers mean, and the directives of jobs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

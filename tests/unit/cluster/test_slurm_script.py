@@ -1,7 +1,5 @@
 """Promises of batch scripts: the site's template, and the shell of the driver."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

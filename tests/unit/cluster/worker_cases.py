@@ -1,7 +1,5 @@
 """Workers for the tests of clusters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rftdask.cluster.layout import Layout, WorkerPlan

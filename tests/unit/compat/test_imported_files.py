@@ -2,14 +2,13 @@
 is taken or named, and a script is never executed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rftdask.compat import trl, verl
+from rftdask.compat.imported import Key
 from rftdask.compat.trl import read_trl
 from rftdask.compat.verl import read_verl
 from rftdask.config import Config, load_config
@@ -160,7 +159,7 @@ def test_a_file_of_verl_becomes_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("table", [trl.KEYS, trl.ROLLOUT_KEYS, verl.KEYS], ids=["trl", "trl rollouts", "verl"])
-def test_every_key_here_that_a_table_names_is_one(table: dict[str, trl.Key]) -> None:
+def test_every_key_here_that_a_table_names_is_one(table: dict[str, Key]) -> None:
     assert [key.ours for key in table.values() if key.ours and not is_key(key.ours, Config)] == []
     assert [theirs for theirs, key in table.items() if not key.ours and not key.why] == []
 

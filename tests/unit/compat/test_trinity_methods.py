@@ -4,8 +4,6 @@ named test exists (docs/trinity-methods.md). tests/unit/config/trinity/test_from
 `python tests/unit/compat/test_trinity_methods.py > docs/trinity-methods.md` writes the page again.
 """
 
-from __future__ import annotations
-
 import ast
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path

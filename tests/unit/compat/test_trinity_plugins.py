@@ -30,8 +30,6 @@ from rftdask.rollouts.rewards.registry import compute_reward
 from rftdask.rollouts.try_workflow import try_workflow
 
 WORKFLOWS = """
-from __future__ import annotations
-
 from typing import Dict, List, Optional
 
 from trinity.common.experience import EID, Experience

@@ -2,8 +2,6 @@
 the package itself is not imported. What they ask is recorded, and what they return is the reward.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 - A text with only environment variables stays as it was written if it is filled in where it is used.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

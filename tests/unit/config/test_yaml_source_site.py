@@ -6,8 +6,6 @@
 - A file that cannot be read, or holds keys outside `cluster`, is one mistake that names the file.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

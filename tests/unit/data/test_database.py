@@ -2,8 +2,6 @@
 follows the content, reading changes nothing, and errors name table and URL, but no password.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 names there is one request, even if the server accepts it and stays silent, and one line with advice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

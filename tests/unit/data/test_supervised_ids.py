@@ -2,8 +2,6 @@
 adds, and learned tokens begin where the prompt of a rollout ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 from copy import copy
 from functools import cache, partial

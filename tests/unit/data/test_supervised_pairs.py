@@ -1,7 +1,5 @@
 """Promises of preference pairs and of plain text as rows to train on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

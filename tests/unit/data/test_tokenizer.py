@@ -4,8 +4,6 @@ Without such a text the ids are exactly those of the rendered chat. Tested with 
 one, and a vocabulary of whole words, which finds special tokens even in plain text.
 """
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 from typing import Any, cast

@@ -2,8 +2,6 @@
 files, with tied weights or not, with LoRA merged or separate. An incomplete folder never appears.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

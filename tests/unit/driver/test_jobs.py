@@ -1,7 +1,5 @@
 """Promises of status, logs and cancel: a run that is not running is explained by its own record or by its jobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -2,8 +2,6 @@
 within a factor of 1.25 of measured memory. Shapes come from the files of a model, without torch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

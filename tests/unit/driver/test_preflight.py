@@ -2,8 +2,6 @@
 those of the data together. Two commands on one run are rejected if the storage has no conditional writes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

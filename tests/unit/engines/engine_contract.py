@@ -1,7 +1,5 @@
 """Contract of engines. Subclass `EngineContract` with the fixtures `engine` and `weights_file`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

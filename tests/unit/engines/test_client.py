@@ -3,8 +3,6 @@ served in order; if it dies or hangs, all callers get an error. Before it is rea
 serves a smoke test request of each kind in the run; failures of these are never blamed on a task.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

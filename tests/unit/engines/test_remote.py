@@ -2,8 +2,6 @@
 is still open; an engine that could not be opened is retried, but not at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling: the rules of `rftdask.engines.sampling`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

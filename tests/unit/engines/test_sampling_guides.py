@@ -2,8 +2,6 @@
 never sampled, and rows without a guide are not affected.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

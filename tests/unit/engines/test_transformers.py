@@ -1,7 +1,5 @@
 """The transformers engine, against a tiny random Qwen2: batching, padding and compaction change no token."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Promise: each vLLM key of an engine reaches vLLM. Tested by the arguments, without vLLM."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tiny random models, saved as folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

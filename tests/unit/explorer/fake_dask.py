@@ -3,8 +3,6 @@
 client = FakeClient(died, died)                    # then all else ends well
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 less work after idle_s, and bounds open requests.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

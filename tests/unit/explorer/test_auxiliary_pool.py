@@ -2,8 +2,6 @@
 joins replaces a lost one; an engine that cannot be started, and a worker that never joins, end the run with their name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast

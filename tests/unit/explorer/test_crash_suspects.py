@@ -2,8 +2,6 @@
 losses, no other one is blamed, and causes other than a task end the run.
 """
 
-from __future__ import annotations
-
 import pickle
 from typing import cast
 

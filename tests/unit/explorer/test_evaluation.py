@@ -1,7 +1,5 @@
 """Promises of evaluations: which versions are due, the size of units, that each is recorded once, and its metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product

@@ -2,8 +2,6 @@
 what the loss of a worker or an error of an engine means for a unit.
 """
 
-from __future__ import annotations
-
 import pickle
 import weakref
 from collections.abc import Callable, Mapping

@@ -2,8 +2,6 @@
 an explorer that ended, died or hangs go to the next one.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 

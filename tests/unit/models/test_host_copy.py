@@ -1,7 +1,5 @@
 """Promises of a host copy: contents and shared memory are restored to the bit; meanwhile the device is free."""
 
-from __future__ import annotations
-
 import torch
 
 from rftdask.models.host_copy import HostCopy

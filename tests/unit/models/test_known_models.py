@@ -1,7 +1,5 @@
 """Promises of the shipped shapes: published weight counts, the tensors of transformers, and no network access."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

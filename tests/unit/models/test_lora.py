@@ -2,8 +2,6 @@
 export merges them; a resumed run continues to the bit.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

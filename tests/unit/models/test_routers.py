@@ -2,8 +2,6 @@
 are used, with a gradient to the router; other models are rejected by name.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

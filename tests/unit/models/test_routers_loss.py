@@ -2,8 +2,6 @@
 more evenly, and a model without experts is rejected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A storage that records requests, and a clock set by the test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

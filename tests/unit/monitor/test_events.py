@@ -2,8 +2,6 @@
 an invalid message raises.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any, get_args
 

@@ -2,8 +2,6 @@
 a continued run continues its tracker.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Targets of the children in test_child.py: `function(spec, channel)`, named "child_targets:function"."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

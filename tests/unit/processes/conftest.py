@@ -1,7 +1,5 @@
 """A zygote for the tests of this folder."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

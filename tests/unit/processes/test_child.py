@@ -1,7 +1,5 @@
 """Promises of a child process, a fork or an interpreter: an answer per message, typed errors, and no orphan."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

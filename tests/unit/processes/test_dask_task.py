@@ -1,7 +1,5 @@
 """Promises of Dask's workers and client: workers are listed and return, and a canceled start is repeated."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -2,8 +2,6 @@
 and a lock ends with its process.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

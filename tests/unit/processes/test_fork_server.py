@@ -1,7 +1,5 @@
 """Promises of the fork server and its zygote: what their forks have, and when they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

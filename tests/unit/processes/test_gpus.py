@@ -2,8 +2,6 @@
 memory name the phase, the peak and the remedy.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

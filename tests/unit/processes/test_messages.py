@@ -1,7 +1,5 @@
 """Promises of messages between processes: decoding restores a message, and a foreign message is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

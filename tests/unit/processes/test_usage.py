@@ -2,8 +2,6 @@
 GPUs without a GPU or its library.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Promises of the zygote: a fork behaves as an interpreter, and outlives neither zygote nor driver."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

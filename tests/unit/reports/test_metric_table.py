@@ -2,8 +2,6 @@
 learn triggers a one-line warning with the number, and a run that learns triggers none.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

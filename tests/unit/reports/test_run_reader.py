@@ -1,7 +1,5 @@
 """Run reader. Promises: a run is read below the given URL, and each part is read once."""
 
-from __future__ import annotations
-
 import io
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rftdask track`. Promise: a tracker receives each row in the files of a run once, whichever process feeds it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokenizer and engines for tests of rollouts: one token per character, and replies that the test chooses."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@ requests of a lost worker go to another, and fail after several losses; without 
 cancelled request leaves its engine; exclusive calls run one at a time.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

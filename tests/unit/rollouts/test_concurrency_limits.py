@@ -2,8 +2,6 @@
 entry; every slot is freed, even that of a rollout that never began.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Hashable

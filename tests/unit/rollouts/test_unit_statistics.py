@@ -2,8 +2,6 @@
 rollouts that may be trained; metrics of rows are means over rows; the greedy baseline does not count.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,8 +2,6 @@
 another config, is never returned. Engines and sandboxes have tests of their own.
 """
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A storage in memory for the tests of run folders."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

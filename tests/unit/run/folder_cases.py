@@ -1,7 +1,5 @@
 """A config for the tests of run folders."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Promises of leases: at most one live holder of a role, whatever clocks and crashes do."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

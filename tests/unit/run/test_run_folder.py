@@ -1,7 +1,5 @@
 """Promises of the run folder: one config for the whole life of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@ call of a lost engine goes to another, unless part of it was streamed or it has 
 go.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future

@@ -3,8 +3,6 @@ opens only its session; a reward ends a session; requests over the limit get 429
 same answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import itertools

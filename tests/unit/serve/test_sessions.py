@@ -2,8 +2,6 @@
 wherever a process dies; groups have consecutive positions; a stored row is read back unchanged.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@ are answered, streamed and dropped; weights are loaded, or the error is reported
 end of one side ends the other and the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress

@@ -4,8 +4,6 @@ As a separate process (`S3Process`) it includes moto and picks faults at random,
 of many processes can use it without replacing anything inside the storage. At its end it reports the injected faults.
 """
 
-from __future__ import annotations
-
 import functools
 import http.client
 import json

@@ -4,8 +4,6 @@ Data is prepared without the method under test where the backend allows it: a se
 another process.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Promises of open_storage: the backend of each kind of URL, and the errors for URLs that cannot be opened."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

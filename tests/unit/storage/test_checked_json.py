@@ -1,7 +1,5 @@
 """Promise of JSON with a checksum: it reads back as written, and one flipped bit is always detected."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

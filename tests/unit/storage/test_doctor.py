@@ -3,8 +3,6 @@
 fsspec's own local file system is the broken one: it writes in place, and its "create" is a check and then a write.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

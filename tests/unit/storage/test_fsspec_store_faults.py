@@ -4,8 +4,6 @@ Promises: a lost reply is not a lost race, but a rival's object with the same by
 A local proxy injects the faults in front of the moto server; nothing inside the storage is replaced.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 Promises: a killed writer leaves no visible name and no torn file; a failed write leaves nothing and raises with advice.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

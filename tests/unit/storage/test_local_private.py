@@ -1,7 +1,5 @@
 """A private run is only accessible to its owner: folders 0700, files 0600, for every umask and every later writer."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import stat

@@ -2,8 +2,6 @@
 wait; a changed source is copied again; unused copies are removed unless configured to stay.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

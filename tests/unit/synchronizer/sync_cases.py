@@ -1,7 +1,5 @@
 """Storages in memory, and published weights without a trainer."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 

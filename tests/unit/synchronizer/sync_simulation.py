@@ -5,8 +5,6 @@ once and commit in any order. There is no clock: a simulation ends when all work
 which is a deadlock. Deadlines for partial batches expire at random, but never so that they hide a deadlock.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

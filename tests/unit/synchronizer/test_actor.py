@@ -3,8 +3,6 @@
 Its methods are coroutines and run here in a plain event loop. A long poll interval rules out a wake-up by polling.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from types import SimpleNamespace

@@ -3,8 +3,6 @@ depend on how a version is stored; a delta applies only to its base; bases are k
 version that cannot be rebuilt is requested as complete files.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

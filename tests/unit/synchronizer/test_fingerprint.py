@@ -1,7 +1,5 @@
 """Promises of a fingerprint: it is the same everywhere, travels with the weights, and detects other weights."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict

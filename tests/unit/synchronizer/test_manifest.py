@@ -1,7 +1,5 @@
 """Promises of a manifest: a folder without a valid one does not exist, and only bytes that match it are trusted."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path

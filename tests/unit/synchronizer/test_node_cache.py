@@ -2,8 +2,6 @@
 read; a version in use stays, and an unused one is removed, also if its last process was killed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

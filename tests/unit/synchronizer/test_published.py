@@ -1,7 +1,5 @@
 """Promises of published weights: the pointer names only complete versions, never goes back, and ignores garbage."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

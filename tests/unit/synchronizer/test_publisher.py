@@ -2,8 +2,6 @@
 Hugging Face format loads it; and buffers are returned for reuse.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile

@@ -3,8 +3,6 @@ engine requests files once; a trainer that has the bytes writes them, or publish
 the engine serves the previous version meanwhile, and then the published one.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

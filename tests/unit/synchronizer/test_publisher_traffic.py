@@ -3,8 +3,6 @@ calls, for the publishing trainer and for a serving machine. Counted by a proxy 
 shared folder such as NFS, at the system calls, each of which the server sees.
 """
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from collections.abc import Iterator

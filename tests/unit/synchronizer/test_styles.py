@@ -1,7 +1,5 @@
 """Promises of the sync styles: a table for each; none deadlocks; every trained token is within the staleness bound."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The seam for faults: where the hook is called, and what each stage stands for."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Promises of checkpoints: valid or not there; the newest valid one stays; the pointer follows the manifest."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

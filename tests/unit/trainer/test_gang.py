@@ -3,8 +3,6 @@
 The Dask client is a fake that keeps the script a test gives it; a real cluster is in tests/integration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The trainer's model helpers: logprobs equal a plain forward's and the engine's, weights come back to the bit."""
 
-from __future__ import annotations
-
 import math
 import string
 from concurrent.futures import ThreadPoolExecutor

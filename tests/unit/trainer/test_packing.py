@@ -2,8 +2,6 @@
 attention: values and gradients equal those of padded rows, for all lengths and model families.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -2,8 +2,6 @@
 the advantages of the whole group.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Promises of the trainer's data: a config section names dataset, columns and order, and section `buffer` the sizes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

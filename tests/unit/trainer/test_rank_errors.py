@@ -1,7 +1,5 @@
 """Promises of a rank's errors: out-of-memory errors name keys, NCCL's texts are kept, and timeouts name the call."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Promises of the rendezvous: ranks of one machine open no socket; others only listen at the given address."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

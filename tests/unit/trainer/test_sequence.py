@@ -2,8 +2,6 @@
 lengths, model families and numbers of key-value heads; a model that cannot be split is rejected by name.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

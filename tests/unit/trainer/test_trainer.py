@@ -1,7 +1,5 @@
 """Promises of the loop: batch, train, publish, checkpoint, record; killed anywhere, the next ends in the same state."""
 
-from __future__ import annotations
-
 import json
 import threading
 import traceback

@@ -4,8 +4,6 @@ those that they compute, and save together.
 Ranks are threads that communicate in memory; processes over gloo are in tests/e2e.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A trainer without a model, over an experience log in memory: what the tests of the loop and of checkpoints share."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Promises of the second-moment bound: it equals sorting, including ties and packed rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

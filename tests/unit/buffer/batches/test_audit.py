@@ -2,8 +2,6 @@
 are sampled again, and nothing counts twice.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from rftdask.buffer.batches.audit import Audit, audit_log

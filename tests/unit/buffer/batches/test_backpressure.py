@@ -2,8 +2,6 @@
 with the ledger.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from rftdask.buffer.batches.backpressure import SETTLED_NOTE, Backpressure, SettledGroups, UnreadLimit

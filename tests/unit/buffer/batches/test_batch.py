@@ -1,7 +1,5 @@
 """Promises of a batch: its flat arrays contain exactly the values of the rows, in the order of the rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

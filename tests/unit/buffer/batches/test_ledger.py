@@ -1,7 +1,5 @@
 """Promises of the ledger: a step is written once, a second writer is fenced, a damaged entry raises."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Promises of the log source: the batch of a step is its ledger entry; every row ends in exactly one state."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -2,8 +2,6 @@
 are committed with the reason; a failing operator raises an error that names it and the task.
 """
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import dataclass, replace
 from functools import partial

@@ -2,8 +2,6 @@
 rows name the operator, statistics are metrics, its process is kept and restarted once, and it runs only at the commit.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

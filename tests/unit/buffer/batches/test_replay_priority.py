@@ -2,8 +2,6 @@
 trained more often than allowed or beyond the staleness bound; the audit detects violations.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from typing import Any

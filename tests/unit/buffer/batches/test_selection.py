@@ -1,7 +1,5 @@
 """Promises of the sample rule: whole groups only, nothing staler than the bound, everything settled once."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

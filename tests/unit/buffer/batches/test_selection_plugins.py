@@ -2,8 +2,6 @@
 split a group or exceed the staleness bound.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Promises of the dataset source: every row once in each epoch, the same batches after a resume, no other dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 same numbers, and demonstrations are in the ledger like other rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ One folder per schema version, never changed after its release. It has a unit as
 that was removed by retention, and the ledger of five training steps.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Promises of a stored experience: it reads back as written, and inconsistent values are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -2,8 +2,6 @@
 minor version are kept.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 import zlib

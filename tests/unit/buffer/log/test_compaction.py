@@ -2,8 +2,6 @@
 pass is killed; the content of small files is verified in the large ones; listing new shards costs no more than before.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

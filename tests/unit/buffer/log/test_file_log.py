@@ -2,8 +2,6 @@
 committed; a damaged shard moves to quarantine with its bytes and the reason, whatever crashes meanwhile.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Promises of the formats of a shard: bytes or rows that do not match its name are refused, as is another schema."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import zlib

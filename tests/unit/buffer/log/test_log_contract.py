@@ -5,8 +5,6 @@ PostgreSQL is tested if RFTDASK_TEST_POSTGRESQL names a database, postgresql://u
 created and stay.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sqlite3

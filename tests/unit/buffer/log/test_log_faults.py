@@ -2,8 +2,6 @@
 in a run folder: what cannot be read is named, nothing is trained twice, and the run continues without losses.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

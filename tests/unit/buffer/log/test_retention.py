@@ -2,8 +2,6 @@
 removes nothing that is still needed, records names before it removes shards, and removed shards still count.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

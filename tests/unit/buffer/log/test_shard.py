@@ -1,7 +1,5 @@
 """Promises of a shard: its name has everything a planner needs."""
 
-from __future__ import annotations
-
 import zlib
 
 import pytest

@@ -2,8 +2,6 @@
 groups are done, and wherever the writer dies, no group is lost and none is used twice.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -2,8 +2,6 @@
 tokens.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from pathlib import Path

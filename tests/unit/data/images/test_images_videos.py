@@ -1,8 +1,6 @@
 """Promises of videos: files hold all frames without loss, and a model without videos is refused. Further cases are in
 video_cases.py, which runs in a process with torchvision."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Promises of videos: generation equals that of transformers, and training uses the sampled tokens.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

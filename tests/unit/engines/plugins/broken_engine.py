@@ -1,7 +1,5 @@
 """Engine in a plug-in folder that fails as specified by the environment."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ explore step 1, batch 1, writer aaa...   tasks 2 and 3, policy version 0    trai
 explore step 2, batch 0, writer aaa...   tasks 4 and 5, policy version 1    waiting; the last row names other weights
 """
 
-from __future__ import annotations
-
 import itertools
 import uuid
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Experiences of a rollout whose workflow is an agent with an openai client."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

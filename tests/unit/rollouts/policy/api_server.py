@@ -1,7 +1,5 @@
 """An OpenAI-shaped HTTP server in a thread, for tests. It gives planned answers and records requests."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -2,8 +2,6 @@
 a format that needs vLLM is named.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Sequence

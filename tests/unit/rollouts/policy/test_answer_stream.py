@@ -3,8 +3,6 @@ whole answer; incomplete characters and stop texts are not streamed; a disconnec
 event of the stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -2,8 +2,6 @@
 `model.openai_client()`, with tools, and each is recorded as one conversation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

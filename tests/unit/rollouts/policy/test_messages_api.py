@@ -2,8 +2,6 @@
 its names; a conversation with tools is one row; a stream equals the whole message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

@@ -3,8 +3,6 @@ in all APIs a parameter takes effect or is a 400 that names it; a stream equals 
 attempt; a disconnect cancels the request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

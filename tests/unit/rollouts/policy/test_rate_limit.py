@@ -2,8 +2,6 @@
 pause that the service requests applies to all.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

@@ -2,8 +2,6 @@
 each token once; a prompt that does not continue begins another row, and a metric gives the reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from dataclasses import replace

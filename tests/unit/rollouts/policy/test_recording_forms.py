@@ -2,8 +2,6 @@
 that the engine or the schema does not allow is a 400 that names the parameter.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

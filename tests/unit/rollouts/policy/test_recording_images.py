@@ -2,8 +2,6 @@
 in the run folder and the row by its hash. No URL is fetched and no file is read for a request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 from pathlib import Path

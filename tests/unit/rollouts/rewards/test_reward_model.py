@@ -1,7 +1,5 @@
 """Promises of the reward of a trained model: the score of transformers for the tokens of training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ It prints its port. An environment is a digit to guess, given by the seed; at mo
 server of openenv-core is not used, because its requirements conflict with the versions here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -3,8 +3,6 @@ environment; the settings decide how replies become actions; a full server is wa
 address and come before a timeout.
 """
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import subprocess

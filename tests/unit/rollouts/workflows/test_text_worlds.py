@@ -1,7 +1,5 @@
 """Promise: from a folder of ALFWorld games each task selects one by its seed, the same on every machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

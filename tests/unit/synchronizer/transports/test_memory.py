@@ -3,8 +3,6 @@ files; a version is written to storage on request; versions that no engine may s
 memory a version is written to storage at once.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

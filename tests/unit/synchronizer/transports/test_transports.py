@@ -3,8 +3,6 @@ sources are skipped; when a group loses a member, the others get an error in tim
 Kills and real machines are tested in tests/integration/weights.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -1,7 +1,5 @@
 """Toy models, built once for the tests of a module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

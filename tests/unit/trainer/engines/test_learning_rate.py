@@ -2,8 +2,6 @@
 are functions of the step, and their arguments; after the last step it stays constant.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 their own rows compute the results of one rank; a function with sums of its own gets the tokens of all rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

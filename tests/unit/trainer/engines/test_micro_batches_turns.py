@@ -2,8 +2,6 @@
 logprobs of its tokens equal the trainer's up to 1e-4 in float32.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

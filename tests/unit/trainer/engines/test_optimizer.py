@@ -2,8 +2,6 @@
 decay excludes norms, biases and embeddings.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

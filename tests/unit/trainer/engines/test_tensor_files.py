@@ -8,8 +8,6 @@
 - mismatches are rejected with names, and errors of storage are kept.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping, Sequence

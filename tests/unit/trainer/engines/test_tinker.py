@@ -7,8 +7,6 @@
 - if the service rejects a request, fails or does not answer, an error of ours is raised in time.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Iterator, Sequence

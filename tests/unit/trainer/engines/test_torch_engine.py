@@ -2,8 +2,6 @@
 teacher and critic are used as their algorithms require.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import threading

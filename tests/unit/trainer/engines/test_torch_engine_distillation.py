@@ -3,8 +3,6 @@ the [tokens, vocabulary] tensors of both are computed in chunks; each of several
 tasksets.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

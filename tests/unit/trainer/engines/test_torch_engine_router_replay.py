@@ -3,8 +3,6 @@ logprobs agree; without it a narrower data type or newer weights change some cho
 experts. Rollouts that cannot be replayed are rejected by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 before the batch; and mini-batches are the same on all ranks and in all repetitions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

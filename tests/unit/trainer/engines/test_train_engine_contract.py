@@ -1,7 +1,5 @@
 """Every train engine fulfills the contract of rftdask.testing.train_engine; engines that break it fail."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

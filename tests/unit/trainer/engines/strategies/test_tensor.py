@@ -2,8 +2,6 @@
 or with sizes that the ranks do not divide, is rejected by name; experts are not split. (Results of ranks: tests/e2e.)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
