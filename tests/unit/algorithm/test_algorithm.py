@@ -11,14 +11,8 @@ from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.aggregation import row_weights
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.correction import Correction
-from tests.unit.algorithm.algorithm_cases import (
-    WIDTH,
-    inputs,
-    random_advantage_inputs,
-    random_batch,
-    rows,
-    with_weights,
-)
+from tests.unit.algorithm import algorithm_cases
+from tests.unit.algorithm.algorithm_cases import inputs
 
 
 def close(expected: float | list[float]) -> Any:
@@ -28,7 +22,7 @@ def close(expected: float | list[float]) -> Any:
 def masked_mean(values: list[list[float]], lengths: list[int], mode: str, max_tokens: int | None = None) -> float:
     mask = torch.arange(len(values[0]))[None] < torch.tensor(lengths)[:, None]
     weights = row_weights(mask.sum(-1), mode, max_tokens=max_tokens, dtype=torch.float64)
-    return float((rows(values) * mask * weights[:, None]).sum())
+    return float((algorithm_cases.rows(values) * mask * weights[:, None]).sum())
 
 
 def test_aggregations() -> None:
@@ -90,7 +84,7 @@ def test_rollout_correction_applies_only_to_the_policy_loss() -> None:
 
 def test_the_entropy_bonus_reaches_the_entropy() -> None:
     algorithm = make_algorithm("ppo", entropy_loss_fn="default", entropy_loss_fn_args={"entropy_coef": 0.01})
-    batch = with_weights(random_batch(0), algorithm)
+    batch = algorithm_cases.with_weights(algorithm_cases.random_batch(0), algorithm)
     loss, _ = algorithm.compute_loss(batch)
     assert batch.entropy_BT is not None
     (grad,) = torch.autograd.grad(loss, batch.entropy_BT)
@@ -101,12 +95,12 @@ def test_the_entropy_bonus_reaches_the_entropy() -> None:
 def test_the_kl_penalty_lowers_the_rewards_before_the_advantages(algorithm_type: str) -> None:
     algorithm = make_algorithm(algorithm_type, kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 0.5})
     assert algorithm.use_reference and algorithm.advantage_fn is not None
-    inputs = random_advantage_inputs(8)
+    inputs = algorithm_cases.random_advantage_inputs(8)
     assert inputs.rollout_logprobs_Q is not None and inputs.ref_logprobs_Q is not None
     assert inputs.loss_mask_Q is not None
     kl = torch.where(inputs.loss_mask_Q, inputs.rollout_logprobs_Q - inputs.ref_logprobs_Q, 0.0)
     # Summed over the two turns, since the penalty applies to the reward of the rollout.
-    of_rollout = kl.view(-1, 2 * WIDTH).sum(-1).repeat_interleave(2)
+    of_rollout = kl.view(-1, 2 * algorithm_cases.WIDTH).sum(-1).repeat_interleave(2)
     penalized: dict[str, Any] = {"rewards_N": inputs.rewards_N - 0.5 * of_rollout}
     if algorithm_type == "reinforceplusplus":
         penalized = {"token_rewards_Q": inputs.token_rewards() - 0.5 * kl}

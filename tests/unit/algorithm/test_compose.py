@@ -14,17 +14,7 @@ from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import build_algorithm, make_algorithm, make_part
 from rftdask.config import load_config
 from rftdask.errors import UserError
-from tests.unit.algorithm.algorithm_cases import (
-    ADVANTAGE_FNS,
-    ALGORITHMS,
-    ENTROPY_FNS,
-    KL_FNS,
-    OPERATORS,
-    POLICY_LOSS_FNS,
-    from_ratios,
-    rows,
-    with_weights,
-)
+from tests.unit.algorithm import algorithm_cases
 
 REFERENCE_TYPES = {
     # Groups have 8 rollouts here and 2 in the reference, where a group holds at most one success and one failure.
@@ -60,15 +50,17 @@ def test_types_are_composed_as_in_the_reference(name: str) -> None:
     critic, reference, repeat_times, advantage, loss, kl, strategy = REFERENCE_TYPES[name]
     algorithm = make_algorithm(name)
     assert (algorithm.use_critic, algorithm.use_reference, algorithm.repeat_times) == (critic, reference, repeat_times)
-    assert type(algorithm.advantage_fn) is (type(None) if advantage is None else ADVANTAGE_FNS[advantage])
-    assert type(algorithm.policy_loss_fn) is POLICY_LOSS_FNS[loss]
-    assert type(algorithm.kl_loss_fn) is KL_FNS[kl]
+    assert type(algorithm.advantage_fn) is (
+        type(None) if advantage is None else algorithm_cases.ADVANTAGE_FNS[advantage]
+    )
+    assert type(algorithm.policy_loss_fn) is algorithm_cases.POLICY_LOSS_FNS[loss]
+    assert type(algorithm.kl_loss_fn) is algorithm_cases.KL_FNS[kl]
     assert algorithm.sample_strategy == strategy
 
 
 def test_the_named_types_are_all_there() -> None:
     beyond = {"remax", "m2po", "dr_grpo", "drpo", "bnpo", "decoupled_ppo", "dppo", "vespo"}
-    assert set(ALGORITHMS) == set(REFERENCE_TYPES) | beyond | {"kto", "orpo", "simpo", "reward_model"}
+    assert set(algorithm_cases.ALGORITHMS) == set(REFERENCE_TYPES) | beyond | {"kto", "orpo", "simpo", "reward_model"}
 
 
 def test_gspo_keeps_the_aggregation_of_its_paper() -> None:
@@ -171,11 +163,11 @@ def test_mu_of_chord_warms_up_and_decays() -> None:
 @pytest.mark.parametrize(
     ("key", "table"),
     [
-        ("advantage_fn", ADVANTAGE_FNS),
-        ("policy_loss_fn", POLICY_LOSS_FNS),
-        ("kl_loss_fn", KL_FNS),
-        ("entropy_loss_fn", ENTROPY_FNS),
-        ("operator", OPERATORS),
+        ("advantage_fn", algorithm_cases.ADVANTAGE_FNS),
+        ("policy_loss_fn", algorithm_cases.POLICY_LOSS_FNS),
+        ("kl_loss_fn", algorithm_cases.KL_FNS),
+        ("entropy_loss_fn", algorithm_cases.ENTROPY_FNS),
+        ("operator", algorithm_cases.OPERATORS),
     ],
 )
 def test_every_part_is_a_documented_frozen_dataclass(key: str, table: dict[str, Any]) -> None:
@@ -198,9 +190,9 @@ def built(**section: Any) -> Algorithm:
 def loss_of(**section: Any) -> float:
     """The loss of one row of two tokens: ratios 2 and 1/2, advantage 1, log p - log p_ref 1, entropies 1 and 3."""
     algorithm = built(**section)
-    batch = from_ratios([2.0, 0.5], [1.0, 1.0], entropy_BT=rows([1.0, 3.0]))
+    batch = algorithm_cases.from_ratios([2.0, 0.5], [1.0, 1.0], entropy_BT=algorithm_cases.rows([1.0, 3.0]))
     batch = dataclasses.replace(batch, ref_logprobs_BT=batch.policy_logprobs_BT.detach() - 1.0)
-    return algorithm.compute_loss(with_weights(batch, algorithm))[0].item()
+    return algorithm.compute_loss(algorithm_cases.with_weights(batch, algorithm))[0].item()
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rftdask.cluster import slurm
 from rftdask.cluster.driver_script import driver_shell
 from rftdask.cluster.jobs import CANCELLED_FILE, RETURNED, RETURNS_FILE
 from rftdask.cluster.layout import plan_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
-from rftdask.cluster.slurm import (
-    NO_REQUEUE,
-    ON_SLURM,
-    SlurmCluster,
-    allocation_script,
-    controller_text,
-    offline_scripts,
-)
 from rftdask.config import replace
 from rftdask.errors import ConfigError, UserError
 from rftdask.storage import open_storage
@@ -47,15 +40,15 @@ def test_a_site_template_wraps_the_commands_of_scripts(tmp_path: Path) -> None:
         "cluster.python=python3",
     )
     config = replace(config, {"cluster.slurm.template": WRAPPED})
-    worker = SlurmCluster.job_script(config, "trainer", 2, "trainer-0", private(config), tmp_path / "log")
+    worker = slurm.SlurmCluster.job_script(config, "trainer", 2, "trainer-0", private(config), tmp_path / "log")
     assert "\nulimit -n 65536\nmodule load apptainer\nexec srun " in worker
     assert " apptainer exec --nv /images/rft.sif python3 -m rftdask.cluster.join " in worker
     storage = open_storage(config.checkpoint_job_dir)
-    assert "\npython3 -m rftdask run " in controller_text(config, private(config), storage)
+    assert "\npython3 -m rftdask run " in slurm.controller_text(config, private(config), storage)
     layout = plan_jobs([config], {"trainer": 2, "explorer": 1})
     parts = (
-        allocation_script(config, layout, private(config), storage),
-        *offline_scripts(config, private(config), storage, 1, 1),
+        slurm.allocation_script(config, layout, private(config), storage),
+        *slurm.offline_scripts(config, private(config), storage, 1, 1),
     )
     for script, wrapped in zip(parts, (2, 2, 1), strict=True):  # (driver and helper), twice; trainer
         assert script.text.count("apptainer exec --nv /images/rft.sif python3 -m rftdask ") == wrapped, script.name
@@ -75,7 +68,7 @@ def test_the_error_of_a_failing_template_names_its_key(tmp_path: Path) -> None:
         replace(configured(tmp_path), {"cluster.slurm.template": "{{ command }\n"})
     config = replace(configured(tmp_path), {"cluster.slurm.template": "{{ image }} {{ command }}"})
     with pytest.raises(UserError, match=r"cluster.slurm.template: UndefinedError: 'image' is undefined"):
-        controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
+        slurm.controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +90,7 @@ def test_a_controller_ends_with_its_driver_or_is_requeued(
     path = of_slurm(tmp_path, f"JobId=7 Requeue={int(requeued)} Restarts={restarts} BatchFlag=1")
     (tmp_path / "driver.py").write_text(DRIVER)
     run = shlex.join([sys.executable, "-S", str(tmp_path / "driver.py"), str(tmp_path / "ready")])
-    script = "\n".join(driver_shell(SecretsDir(tmp_path), run, ON_SLURM))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), run, slurm.ON_SLURM))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = {"PATH": path, "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", "-c", script], env=env, start_new_session=True, **pipes) as controller:
@@ -107,7 +100,7 @@ def test_a_controller_ends_with_its_driver_or_is_requeued(
         target = psutil.Process(controller.pid).children()[0].pid if to_driver else controller.pid
         os.kill(target, sent)
         assert controller.wait(60) == code
-        assert controller.stderr is not None and (NO_REQUEUE in controller.stderr.read()) == (not requeued)
+        assert controller.stderr is not None and (slurm.NO_REQUEUE in controller.stderr.read()) == (not requeued)
     assert (tmp_path / "requeued").exists() == requeued
     assert (tmp_path / "scancelled").exists() == (cancelled and code == 130)
     # The driver finds the marker, so that the jobs of its workers stay.
@@ -139,7 +132,7 @@ def test_a_killed_driver_is_started_again_in_its_job(tmp_path: Path, driver: str
     path = of_slurm(tmp_path, "JobId=7 Requeue=1 Restarts=0 BatchFlag=1")
     (tmp_path / "sleep").unlink()
     run = f"bash -c {shlex.quote(f'echo >>starts; echo ${{{RETURNED}:-0}} >>returned; {driver}')}"
-    script = "\n".join(driver_shell(SecretsDir(tmp_path), run, ON_SLURM))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), run, slurm.ON_SLURM))
     env = {"PATH": path, "SLURM_JOB_ID": "7"}
     done = subprocess.run(
         ["bash", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
@@ -151,7 +144,7 @@ def test_a_killed_driver_is_started_again_in_its_job(tmp_path: Path, driver: str
 
 
 def test_a_driver_of_a_requeued_job_knows_its_restart(tmp_path: Path) -> None:
-    script = "\n".join(driver_shell(SecretsDir(tmp_path), f"echo returned ${{{RETURNED}:-0}}", ON_SLURM))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), f"echo returned ${{{RETURNED}:-0}}", slurm.ON_SLURM))
     for restarts, told in (("", 0), ("0", 0), ("2", 1)):
         env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
         done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True)
@@ -174,12 +167,12 @@ end_with_parent(parent)
         shell.kill()
     wait_for(told.exists)
     config = configured(tmp_path)
-    text = controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
+    text = slurm.controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
     assert " --exit-with-parent &\n" in text
 
 
 def test_a_canceled_controller_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / CANCELLED_FILE).touch()
-    script = "\n".join(driver_shell(SecretsDir(tmp_path), f"touch {tmp_path}/ran", ON_SLURM))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), f"touch {tmp_path}/ran", slurm.ON_SLURM))
     assert subprocess.run(["bash", "-c", script], capture_output=True, check=False).returncode == 0
     assert not (tmp_path / "ran").exists()

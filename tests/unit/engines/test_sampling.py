@@ -5,16 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rftdask.engines import sampling
 from rftdask.engines.base import SamplingParams
-from rftdask.engines.sampling import (
-    SamplingRows,
-    Uniforms,
-    forbid_tokens,
-    keep_top,
-    penalize_repetition,
-    sample_inverse_cdf,
-    sample_tokens,
-)
 from tests.numerics import shifted_seed
 
 NEVER = -torch.inf
@@ -30,7 +22,7 @@ def kept(logprobs_BV: Tensor) -> list[list[int]]:
 
 def top(logprobs_BV: Tensor, k: int, p: float) -> list[int]:
     num_rows = len(logprobs_BV)
-    return kept(keep_top(logprobs_BV, torch.full((num_rows,), k), torch.full((num_rows,), p)))[0]
+    return kept(sampling.keep_top(logprobs_BV, torch.full((num_rows,), k), torch.full((num_rows,), p)))[0]
 
 
 def test_top_k_keeps_the_first_k_of_equal_tokens() -> None:
@@ -51,35 +43,35 @@ def test_top_p_counts_the_share_within_the_top_k() -> None:
 
 
 def test_kept_tokens_keep_their_logprob() -> None:
-    result = keep_top(logprobs(0.25, 0.125, 0.5, 0.125), torch.tensor([2]), torch.tensor([1.0]))
+    result = sampling.keep_top(logprobs(0.25, 0.125, 0.5, 0.125), torch.tensor([2]), torch.tensor([1.0]))
     assert result.tolist() == [[pytest.approx(np.log(0.25)), NEVER, pytest.approx(np.log(0.5)), NEVER]]
 
 
 def test_inverse_cdf_interval_widths_are_token_probabilities() -> None:
     uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-53], dtype=torch.float64)
     rows = logprobs(0.25, 0.5, 0.25).expand(6, 3)
-    assert sample_inverse_cdf(rows, uniforms).tolist() == [0, 0, 1, 1, 2, 2]
+    assert sampling.sample_inverse_cdf(rows, uniforms).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_inverse_cdf_never_draws_an_excluded_token() -> None:
     rows = torch.tensor([[NEVER, 0.0, NEVER, -1.0, NEVER]]).expand(1001, 5)
     uniforms = torch.linspace(0, 1 - 2**-53, 1001, dtype=torch.float64)
-    assert set(sample_inverse_cdf(rows, uniforms).tolist()) == {1, 3}
+    assert set(sampling.sample_inverse_cdf(rows, uniforms).tolist()) == {1, 3}
 
 
 def test_inverse_cdf_draws_the_distribution() -> None:
     torch.manual_seed(shifted_seed(0))
     wanted = torch.log_softmax(torch.randn(20), dim=0)
     num_draws = 200_000
-    uniforms = torch.from_numpy(Uniforms().draw(1, num_draws))
-    counts = torch.bincount(sample_inverse_cdf(wanted.expand(num_draws, 20), uniforms), minlength=20)
+    uniforms = torch.from_numpy(sampling.Uniforms().draw(1, num_draws))
+    counts = torch.bincount(sampling.sample_inverse_cdf(wanted.expand(num_draws, 20), uniforms), minlength=20)
     expected = wanted.exp() * num_draws
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert chi_square < 43.8  # 19 degrees of freedom, p = 0.001; the seed is fixed
 
 
 def test_a_longer_stream_begins_with_the_shorter_one() -> None:
-    uniforms, fresh = Uniforms(), Uniforms()
+    uniforms, fresh = sampling.Uniforms(), sampling.Uniforms()
     assert uniforms.draw(5, 100)[:10].tolist() == uniforms.draw(5, 10).tolist() == fresh.draw(5, 10).tolist()
     assert uniforms.draw(5, 10).tolist() != uniforms.draw(6, 10).tolist()
     # Equal to a NumPy generator created with the seed, so recorded samples can be drawn again.
@@ -91,13 +83,13 @@ def test_a_longer_stream_begins_with_the_shorter_one() -> None:
 def test_repetition_penalty_lowers_logits_of_either_sign() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0], [2.0, -2.0, 2.0, -2.0]])
     seen = torch.tensor([[True, True, False, False]] * 2)
-    result = penalize_repetition(logits, seen, torch.tensor([2.0, 1.0]))
+    result = sampling.penalize_repetition(logits, seen, torch.tensor([2.0, 1.0]))
     assert result.tolist() == [[1.0, -4.0, 2.0, -2.0], [2.0, -2.0, 2.0, -2.0]]
 
 
 def test_forbidding_changes_only_the_chosen_rows() -> None:
     logits = torch.zeros(2, 3)
-    result = forbid_tokens(logits, torch.tensor([0, 2]), torch.tensor([True, False]))
+    result = sampling.forbid_tokens(logits, torch.tensor([0, 2]), torch.tensor([True, False]))
     assert result.tolist() == [[NEVER, 0.0, NEVER], [0.0, 0.0, 0.0]]
     assert logits.tolist() == [[0.0] * 3] * 2
 
@@ -118,8 +110,12 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
     uniforms_B, end_ids = torch.rand(6, dtype=torch.float64), torch.tensor([3, 4])
 
     def sample(rows: slice) -> tuple[list[int], list[float]]:
-        tokens_B, logprobs_B = sample_tokens(
-            logits_BV[rows], uniforms_B[rows], SamplingRows.stack(MIXED[rows]), end_ids=end_ids, seen_BV=seen_BV[rows]
+        tokens_B, logprobs_B = sampling.sample_tokens(
+            logits_BV[rows],
+            uniforms_B[rows],
+            sampling.SamplingRows.stack(MIXED[rows]),
+            end_ids=end_ids,
+            seen_BV=seen_BV[rows],
         )
         return tokens_B.tolist(), logprobs_B.tolist()
 
@@ -132,10 +128,10 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
 def test_logprobs_come_from_the_unrestricted_tempered_softmax() -> None:
     torch.manual_seed(shifted_seed(0))
     logits_BV = torch.randn(6, 50)
-    tokens_B, logprobs_B = sample_tokens(
+    tokens_B, logprobs_B = sampling.sample_tokens(
         logits_BV,
         torch.rand(6, dtype=torch.float64),
-        SamplingRows.stack(MIXED),
+        sampling.SamplingRows.stack(MIXED),
         end_ids=torch.tensor([3]),
         seen_BV=torch.rand(6, 50) < 0.5,
     )
@@ -147,19 +143,19 @@ def test_logprobs_come_from_the_unrestricted_tempered_softmax() -> None:
 def test_top_k_of_one_is_greedy() -> None:
     torch.manual_seed(shifted_seed(0))
     logits_BV = torch.randn(32, 50)
-    rows = SamplingRows.stack([SamplingParams(max_tokens=1, top_k=1)] * 32)
-    tokens_B, _ = sample_tokens(logits_BV, torch.rand(32, dtype=torch.float64), rows)
+    rows = sampling.SamplingRows.stack([SamplingParams(max_tokens=1, top_k=1)] * 32)
+    tokens_B, _ = sampling.sample_tokens(logits_BV, torch.rand(32, dtype=torch.float64), rows)
     assert tokens_B.tolist() == logits_BV.argmax(dim=-1).tolist()
 
 
 def test_end_tokens_are_forbidden_until_min_tokens_are_sampled() -> None:
     logits_BV = torch.tensor([[0.0, 100.0]])
-    rows = SamplingRows.stack([SamplingParams(max_tokens=9, min_tokens=2)])
+    rows = sampling.SamplingRows.stack([SamplingParams(max_tokens=9, min_tokens=2)])
     uniform_B = torch.tensor([0.5], dtype=torch.float64)
     tokens = [
-        sample_tokens(logits_BV, uniform_B, rows, num_sampled_B=torch.tensor([num]), end_ids=torch.tensor([1]))[
-            0
-        ].item()
+        sampling.sample_tokens(
+            logits_BV, uniform_B, rows, num_sampled_B=torch.tensor([num]), end_ids=torch.tensor([1])
+        )[0].item()
         for num in range(4)
     ]
     assert tokens == [0, 0, 1, 1]
@@ -168,8 +164,8 @@ def test_end_tokens_are_forbidden_until_min_tokens_are_sampled() -> None:
 def test_half_precision_logits_are_processed_in_float32() -> None:
     logits_BV = torch.randn(1, 50, generator=torch.Generator().manual_seed(shifted_seed(0))).bfloat16()
     uniform_B = torch.tensor([0.5], dtype=torch.float64)
-    rows = SamplingRows.stack([SamplingParams(max_tokens=1)])
-    tokens_B, logprobs_B = sample_tokens(logits_BV, uniform_B, rows)
+    rows = sampling.SamplingRows.stack([SamplingParams(max_tokens=1)])
+    tokens_B, logprobs_B = sampling.sample_tokens(logits_BV, uniform_B, rows)
     expected = torch.log_softmax(logits_BV.float(), dim=-1)[0, tokens_B[0]]
     assert logprobs_B.dtype == torch.float32
     assert logprobs_B[0] == expected

@@ -17,16 +17,7 @@ from rftdask.config.plugins import SUBMITTED
 from rftdask.driver.preflight import check_inputs
 from rftdask.errors import DamagedError, DataError
 from rftdask.models.toy import build_toy_model
-from rftdask.run.input_fingerprints import (
-    BackgroundHasher,
-    InputFingerprints,
-    Inputs,
-    accepted_changes,
-    check_inputs_unchanged,
-    copy_for_jobs,
-    copy_sources,
-    find_sources,
-)
+from rftdask.run import input_fingerprints
 from rftdask.run.run_folder import open_run, read_run
 from rftdask.storage import open_storage
 from tests.integration.run_cases import RunProcess, call_cli, finish_alone, num_steps, run_folder, write_config
@@ -61,11 +52,11 @@ class World:
     def config(self, *more: str) -> Config:
         return load_config(self.path, (*self.settings, *more))
 
-    def start(self, *more: str, accept: bool = False) -> InputFingerprints:
+    def start(self, *more: str, accept: bool = False) -> input_fingerprints.InputFingerprints:
         config = self.config(*more)
-        [fingerprints] = check_inputs_unchanged([config], check_inputs([config]), accept=accept)
+        [fingerprints] = input_fingerprints.check_inputs_unchanged([config], check_inputs([config]), accept=accept)
         open_run(self.storage, config, fingerprints.to_json())
-        copy_sources(self.storage, fingerprints)
+        input_fingerprints.copy_sources(self.storage, fingerprints)
         return fingerprints
 
 
@@ -86,12 +77,12 @@ def test_a_changed_recipe_of_an_operator_is_refused(world: World) -> None:
     recipe.write_text("process: [text_length_filter]\n")
     operator = f"{at}.operators=[{{name: data_juicer, args: {{config_path: {recipe}}}}}]"
     config = world.config(operator, f"{at}.stage=commit")
-    [fingerprints] = check_inputs_unchanged([config], [Inputs()])
+    [fingerprints] = input_fingerprints.check_inputs_unchanged([config], [input_fingerprints.Inputs()])
     open_run(world.storage, config, fingerprints.to_json())
-    check_inputs_unchanged([config], [Inputs()])
+    input_fingerprints.check_inputs_unchanged([config], [input_fingerprints.Inputs()])
     recipe.write_text("process: [alphanumeric_filter]\n")
     with pytest.raises(DataError, match=r"experience_pipeline.operators\[0\]/recipe.yaml: content changed"):
-        check_inputs_unchanged([config], [Inputs()])
+        input_fingerprints.check_inputs_unchanged([config], [input_fingerprints.Inputs()])
 
 
 def test_a_run_stores_the_fingerprints_of_its_inputs(world: World) -> None:
@@ -107,7 +98,7 @@ def test_a_run_stores_the_fingerprints_of_its_inputs(world: World) -> None:
     copy, _ = world.storage.list("sources")
     assert world.storage.get(f"sources/{copy}").decode().endswith(REWARD)
     world.start()
-    assert accepted_changes(world.storage) == []
+    assert input_fingerprints.accepted_changes(world.storage) == []
 
 
 def rewarded_otherwise(world: World) -> None:
@@ -152,11 +143,11 @@ def test_changes_are_refused_by_name_until_accepted(change: Callable[[World], No
     with pytest.raises(DataError, match="--accept-changes") as refused:
         world.start()
     assert text in str(refused.value) and len(str(refused.value).splitlines()) == 2
-    assert accepted_changes(world.storage) == []
+    assert input_fingerprints.accepted_changes(world.storage) == []
     world.start(accept=True)
     world.start()
     world.start(accept=True)
-    [line] = accepted_changes(world.storage)
+    [line] = input_fingerprints.accepted_changes(world.storage)
     assert line.startswith("after step 0: ") and text in line
 
 
@@ -177,7 +168,7 @@ def test_a_changed_evaluation_is_recorded_and_not_refused(world: World, caplog: 
     world.start()
     world.start()
     assert caplog.text.count("new evaluation results do not compare with earlier ones") == 1
-    [line] = accepted_changes(world.storage)
+    [line] = input_fingerprints.accepted_changes(world.storage)
     assert line.startswith("after step 0: taskset eval/held_out: rows or their order changed")
 
 
@@ -188,7 +179,7 @@ SHAPES = ("[]", "{", '{"sources": [1]}', '{"changes": 7}', '{"changes": [["a"]]}
 def test_a_malformed_record_of_changes_is_damage(text: str, world: World) -> None:
     world.start()
     world.storage.put("control/accepted-1.json", text.encode())
-    for ask in (world.start, lambda: accepted_changes(world.storage)):
+    for ask in (world.start, lambda: input_fingerprints.accepted_changes(world.storage)):
         with pytest.raises(DamagedError, match=r"control/accepted-1.json is damaged: "):
             ask()
 
@@ -207,25 +198,27 @@ def test_a_large_file_is_hashed_in_pieces(tmp_path: Path, world: World) -> None:
         with file.open("r+b") as opened:
             opened.seek(place)
             opened.write(b"1")
-        found = InputFingerprints.of(world.config(), Inputs().modules, {}, is_first=True)
+        found = input_fingerprints.InputFingerprints.of(
+            world.config(), input_fingerprints.Inputs().modules, {}, is_first=True
+        )
         hashes.append(found.models["model.model_path/more.safetensors"])
     assert hashes[2] != hashes[1]
-    later = InputFingerprints.of(world.config(), (), {}, is_first=False)
+    later = input_fingerprints.InputFingerprints.of(world.config(), (), {}, is_first=False)
     assert not later.models, "the run makes the model of a later stage"
 
 
 def test_a_large_file_is_hashed_fully_during_the_run(world: World) -> None:
     file = world.model / "more.safetensors"
 
-    def place(value: bytes) -> InputFingerprints:
+    def place(value: bytes) -> input_fingerprints.InputFingerprints:
         with file.open("wb") as opened:
             opened.truncate(40 << 20)
             opened.seek((1 << 18) + 17)  # between two pieces
             opened.write(value)
-        return InputFingerprints.of(world.config(), (), {}, is_first=True)
+        return input_fingerprints.InputFingerprints.of(world.config(), (), {}, is_first=True)
 
     def start(value: bytes, *, accept: bool = False, mode: str = "both") -> None:
-        contents = BackgroundHasher(world.storage, mode, place(value), accept=accept)
+        contents = input_fingerprints.BackgroundHasher(world.storage, mode, place(value), accept=accept)
         for thread in threading.enumerate():
             if thread.name == "contents":
                 thread.join()
@@ -241,10 +234,10 @@ def test_a_large_file_is_hashed_fully_during_the_run(world: World) -> None:
     for mode in ("both", "explore"):
         with pytest.raises(DataError, match=r"model.model_path/more.safetensors: content changed .*; bytes and hash"):
             start(b"2", mode=mode)
-    assert accepted_changes(world.storage) == []
+    assert input_fingerprints.accepted_changes(world.storage) == []
     start(b"2", accept=True)
     start(b"2")
-    assert len(accepted_changes(world.storage)) == 1
+    assert len(input_fingerprints.accepted_changes(world.storage)) == 1
     with pytest.raises(DataError, match="--accept-changes"):
         start(b"1")
 
@@ -256,7 +249,7 @@ def test_files_in_the_hub_cache_have_the_hash_of_their_blob(world: World) -> Non
     with (world.model.parent / "blobs" / "abc").open("r+b") as opened:
         opened.truncate(40 << 20)
     file.symlink_to(world.model.parent / "blobs" / "abc")
-    found = InputFingerprints.of(world.config(), (), {}, is_first=True)
+    found = input_fingerprints.InputFingerprints.of(world.config(), (), {}, is_first=True)
     assert found.models["model.model_path/model.safetensors"] == f"{40 << 20} abc" and not found.large
 
 
@@ -265,7 +258,7 @@ def test_a_resume_refuses_a_changed_reward_not_its_copy(world: World) -> None:
     """And one whose large file differs where no piece is ends, with the file's name, as soon as that is known."""
     copies = world.path.parent / "copies"
     config = world.config()
-    copy_for_jobs(find_sources(config, ()), config.explorer.plugin_dirs, copies)
+    input_fingerprints.copy_for_jobs(input_fingerprints.find_sources(config, ()), config.explorer.plugin_dirs, copies)
     large = world.model / "more.safetensors"
     with large.open("wb") as opened:
         opened.truncate(40 << 20)

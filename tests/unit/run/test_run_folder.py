@@ -9,54 +9,46 @@ import pytest
 
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DamagedError, DataError, UserError
+from rftdask.run import run_folder
 from rftdask.run.lease import Lease, lease_holder
-from rftdask.run.run_folder import (
-    RUN_FILE,
-    allocate_run_name,
-    open_run,
-    read_config,
-    read_run,
-    read_run_config,
-    record_config,
-)
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.checked_json import parse_object
 from tests.unit.run.folder_cases import config
 
 
 def test_the_first_start_creates_the_folder(storage: Storage) -> None:
-    opened = open_run(storage, config())
+    opened = run_folder.open_run(storage, config())
     assert opened.explorer.tasks_per_batch == 8
-    recorded = read_run(storage)
+    recorded = run_folder.read_run(storage)
     assert load_config(recorded["config"]) == opened
     assert recorded["seed"] == 42
     assert recorded["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    written = storage.get(RUN_FILE)
-    assert open_run(storage, config()) == opened
-    assert storage.get(RUN_FILE) == written, "a later start changes nothing"
+    written = storage.get(run_folder.RUN_FILE)
+    assert run_folder.open_run(storage, config()) == opened
+    assert storage.get(run_folder.RUN_FILE) == written, "a later start changes nothing"
 
 
 def test_a_run_that_does_not_continue_gets_a_new_name(tmp_path: Path) -> None:
     fresh = config(f"checkpoint_root_dir={tmp_path}", "continue_from_checkpoint=false")
-    assert allocate_run_name(fresh).name == "rft", "the folder is empty"
+    assert run_folder.allocate_run_name(fresh).name == "rft", "the folder is empty"
     storage = open_storage(fresh.checkpoint_job_dir)
-    open_run(storage, fresh)
-    assert read_run_config(storage).continue_from_checkpoint, "once begun it is continued"
-    beside = allocate_run_name(fresh)
+    run_folder.open_run(storage, fresh)
+    assert run_folder.read_run_config(storage).continue_from_checkpoint, "once begun it is continued"
+    beside = run_folder.allocate_run_name(fresh)
     assert re.fullmatch(r"rft_20\d{12}", beside.name)
-    open_run(open_storage(beside.checkpoint_job_dir), beside)
-    assert allocate_run_name(beside) == beside, "a second start continues the run"
-    assert allocate_run_name(config(f"checkpoint_root_dir={tmp_path}")).name == "rft"
+    run_folder.open_run(open_storage(beside.checkpoint_job_dir), beside)
+    assert run_folder.allocate_run_name(beside) == beside, "a second start continues the run"
+    assert run_folder.allocate_run_name(config(f"checkpoint_root_dir={tmp_path}")).name == "rft"
     with pytest.raises(UserError, match=r"from_checkpoint: .*/rft is not empty, and mode train finds the other"):
-        allocate_run_name(replace(fresh, {"mode": "train"}))
+        run_folder.allocate_run_name(replace(fresh, {"mode": "train"}))
     held_out = {"mode": "bench", "buffer.explorer_input.eval_tasksets": [{"path": "held_out.jsonl"}]}
-    assert allocate_run_name(replace(fresh, held_out)).name == "rft", "it is warned of"
+    assert run_folder.allocate_run_name(replace(fresh, held_out)).name == "rft", "it is warned of"
 
 
 def test_another_config_is_refused_naming_every_key(storage: Storage) -> None:
-    open_run(storage, config())
+    run_folder.open_run(storage, config())
     with pytest.raises(DataError) as caught:
-        open_run(storage, config("seed=7", "algorithm.optimizer.lr=0.5", "trainer.save_interval=3"))
+        run_folder.open_run(storage, config("seed=7", "algorithm.optimizer.lr=0.5", "trainer.save_interval=3"))
     lines = str(caught.value).splitlines()
     assert "has a run with another configuration; restore these values, or choose another name:" in lines[0]
     # And what has the run's seed since it names none of its own.
@@ -82,12 +74,12 @@ FREE = {
 
 
 def test_length_and_output_of_a_run_may_change(storage: Storage) -> None:
-    open_run(storage, config())
+    run_folder.open_run(storage, config())
     changed = config(*(f"{key}={value}" for key, value in FREE.items()))
-    opened = open_run(storage, changed)
+    opened = run_folder.open_run(storage, changed)
     assert (opened.trainer.total_steps, opened.log.level, opened.buffer.total_epochs) == (99, "DEBUG", 3)
     with pytest.raises(DataError) as caught:
-        open_run(storage, load_config({**changed.to_dict(), "seed": 1}))
+        run_folder.open_run(storage, load_config({**changed.to_dict(), "seed": 1}))
     assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["  - seed"]
 
 
@@ -95,28 +87,28 @@ def test_auxiliary_models_may_move_but_not_change(storage: Storage) -> None:
     def judged(text: str) -> Config:
         return config(f"explorer.auxiliary_models=[{{name: judge, model_path: j{text}}}]")
 
-    open_run(storage, judged(""))
-    [judge] = open_run(storage, judged(", engine_num: 2, prompt_price: 3")).explorer.auxiliary_models
+    run_folder.open_run(storage, judged(""))
+    [judge] = run_folder.open_run(storage, judged(", engine_num: 2, prompt_price: 3")).explorer.auxiliary_models
     assert (judge.engine_num, judge.prompt_price) == (2, 3.0)
     with pytest.raises(DataError, match=r"explorer\.auxiliary_models: was"):
-        open_run(storage, judged(", temperature: 0.5"))
+        run_folder.open_run(storage, judged(", temperature: 0.5"))
 
 
 def test_an_evaluation_needs_no_training_taskset(storage: Storage) -> None:
-    open_run(storage, config())
+    run_folder.open_run(storage, config())
     evals = "buffer.explorer_input.eval_tasksets=[{path: e.jsonl}]"
-    open_run(storage, config("mode=bench", "buffer.explorer_input.taskset=null", evals))
+    run_folder.open_run(storage, config("mode=bench", "buffer.explorer_input.taskset=null", evals))
     with pytest.raises(DataError, match=r"explorer_input\.taskset"):
-        open_run(storage, config("buffer.explorer_input={tasksets: [{path: tasks.jsonl}], taskset: null}"))
+        run_folder.open_run(storage, config("buffer.explorer_input={tasksets: [{path: tasks.jsonl}], taskset: null}"))
 
 
 def test_rollout_batches_keep_the_size_of_the_first_start(storage: Storage) -> None:
-    assert open_run(storage, config("explorer.rollout_model.engine_num=2")).explorer.tasks_per_batch == 4
-    more_engines = open_run(storage, config("explorer.rollout_model.engine_num=4"))
+    assert run_folder.open_run(storage, config("explorer.rollout_model.engine_num=2")).explorer.tasks_per_batch == 4
+    more_engines = run_folder.open_run(storage, config("explorer.rollout_model.engine_num=4"))
     assert more_engines.explorer.rollout_model.engine_num == 4
     assert more_engines.explorer.tasks_per_batch == 4
     with pytest.raises(DataError, match=r"explorer.tasks_per_batch: was 4, is 2"):
-        open_run(storage, config("explorer.tasks_per_batch=2"))
+        run_folder.open_run(storage, config("explorer.tasks_per_batch=2"))
 
 
 def test_a_run_of_the_first_config_edition_continues(storage: Storage) -> None:
@@ -128,17 +120,17 @@ def test_a_run_of_the_first_config_edition_continues(storage: Storage) -> None:
         tree = {"algorithm": {"algorithm_type": "sft"}, "mode": "train", "buffer": {"trainer_input": read}}
         return load_config({"model": {"model_path": "tiny", "max_model_len": 64}, **tree})
 
-    open_run(storage, began("plaintext", reply_prefix="Well, "))
-    tree = parse_object(storage.get(RUN_FILE))
+    run_folder.open_run(storage, began("plaintext", reply_prefix="Well, "))
+    tree = parse_object(storage.get(run_folder.RUN_FILE))
     del tree["config_edition"]
-    storage.put(RUN_FILE, json.dumps(tree).encode())
+    storage.put(run_folder.RUN_FILE, json.dumps(tree).encode())
 
     key = "buffer.trainer_input.experience_buffer.format"
-    assert open_run(storage, began("raw")).buffer.trainer_input.experience_buffer.format.prompt_type == "raw"
+    assert run_folder.open_run(storage, began("raw")).buffer.trainer_input.experience_buffer.format.prompt_type == "raw"
     with pytest.raises(DataError, match=f"{key}.prompt_type: was 'raw', is 'plaintext'"):
-        open_run(storage, began("plaintext"))
+        run_folder.open_run(storage, began("plaintext"))
     with pytest.raises(DataError, match=f"{key}.reply_prefix: was None, is 'Well, '"):
-        open_run(storage, began("raw", reply_prefix="Well, "))
+        run_folder.open_run(storage, began("raw", reply_prefix="Well, "))
 
 
 def test_held_out_data_may_change(storage: Storage) -> None:
@@ -150,44 +142,46 @@ def test_held_out_data_may_change(storage: Storage) -> None:
         }
         return load_config(tree, ["buffer.trainer_input.experience_buffer.path=rows.jsonl", *overrides])
 
-    open_run(storage, held_out())
-    opened = open_run(storage, held_out("buffer.trainer_input.eval_buffer.path=more.jsonl", "trainer.eval_interval=3"))
+    run_folder.open_run(storage, held_out())
+    opened = run_folder.open_run(
+        storage, held_out("buffer.trainer_input.eval_buffer.path=more.jsonl", "trainer.eval_interval=3")
+    )
     assert opened.trainer.eval_interval == 3 and opened.buffer.trainer_input.eval_buffer is not None
 
 
 def test_a_folder_without_a_run_is_an_error(storage: Storage) -> None:
     with pytest.raises(DataError, match=r"is not a run folder: it has no run.json; give <checkpoint_root_dir>/"):
-        read_run(storage)
+        run_folder.read_run(storage)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"\xff"])
 def test_a_damaged_run_file_is_an_error_and_kept(storage: Storage, data: bytes) -> None:
-    storage.put(RUN_FILE, data)
+    storage.put(run_folder.RUN_FILE, data)
     with pytest.raises(DamagedError, match=r"run.json is damaged"):
-        open_run(storage, config())
-    assert storage.get(RUN_FILE) == data
+        run_folder.open_run(storage, config())
+    assert storage.get(run_folder.RUN_FILE) == data
 
 
 def test_run_folders_work_on_disk(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
-    open_run(storage, config())
+    run_folder.open_run(storage, config())
     with Lease(storage, "trainer"):
         assert lease_holder(storage, "trainer") is not None
 
 
 def test_a_worker_reads_the_config_of_its_start(storage: Storage) -> None:
-    began = open_run(storage, config())
-    later = open_run(storage, config("explorer.max_timeout=7", "mode=explore"))
-    fingerprints = [record_config(storage, each) for each in (began, later)]
+    began = run_folder.open_run(storage, config())
+    later = run_folder.open_run(storage, config("explorer.max_timeout=7", "mode=explore"))
+    fingerprints = [run_folder.record_config(storage, each) for each in (began, later)]
     assert len(set(fingerprints)) == 2
-    assert [read_config(storage, each) for each in fingerprints] == [began, later]
-    assert load_config(read_run(storage)["config"]) == began, "run.json stays as it was"
-    assert record_config(storage, later) == fingerprints[1], "the same config is the same file"
+    assert [run_folder.read_config(storage, each) for each in fingerprints] == [began, later]
+    assert load_config(run_folder.read_run(storage)["config"]) == began, "run.json stays as it was"
+    assert run_folder.record_config(storage, later) == fingerprints[1], "the same config is the same file"
 
 
 def test_a_stage_records_the_model_of_the_stage_before(storage: Storage) -> None:
     stage = replace(config(), {"model.model_path": "runs/first/global_step_4/huggingface"})
-    worker = read_config(storage, record_config(storage, open_run(storage, stage)))
+    worker = run_folder.read_config(storage, run_folder.record_config(storage, run_folder.open_run(storage, stage)))
     assert worker.model.model_path == "runs/first/global_step_4/huggingface"
 
 
@@ -195,32 +189,32 @@ def test_a_stage_of_a_moved_run_uses_its_model(tmp_path: Path) -> None:
     """Its path was that of the old place; another checkpoint's, or one outside the run, is another model."""
     old, new = tmp_path / "old", tmp_path / "new"
     model = "first/global_step_4/actor/huggingface"
-    open_run(open_storage(old / "second"), config(f"model.model_path={old}/{model}"))
+    run_folder.open_run(open_storage(old / "second"), config(f"model.model_path={old}/{model}"))
     old.rename(new)
     stage = open_storage(new / "second")
-    moved = open_run(stage, config(f"model.model_path={new}/{model}"))
+    moved = run_folder.open_run(stage, config(f"model.model_path={new}/{model}"))
     assert moved.model.model_path == f"{new}/{model}"
     for other in (f"{new}/{model.replace('4', '8')}", f"{tmp_path}/{model}"):
         with pytest.raises(DataError, match=r"model\.model_path: was"):
-            open_run(stage, config(f"model.model_path={other}"))
+            run_folder.open_run(stage, config(f"model.model_path={other}"))
 
 
 def test_a_worker_with_another_folder_refuses(storage: Storage) -> None:
-    fingerprint = record_config(storage, config())
+    fingerprint = run_folder.record_config(storage, config())
     with pytest.raises(DataError, match=f"config-{fingerprint}.json, which the driver wrote; check that this machine"):
-        read_config(open_storage("memory://another-disk"), fingerprint)
+        run_folder.read_config(open_storage("memory://another-disk"), fingerprint)
 
 
 def test_a_damaged_config_is_refused_then_repaired(storage: Storage) -> None:
-    fingerprint = record_config(storage, config())
+    fingerprint = run_folder.record_config(storage, config())
     path = f"control/config-{fingerprint}.json"
     written = storage.get(path)
     for damaged in (b"", written[:100], written.replace(b'"batch_size": 8', b'"batch_size": 9')):
         storage.put(path, damaged)
         with pytest.raises(DamagedError, match="does not match its name"):
-            read_config(storage, fingerprint)
-    record_config(storage, config())
-    assert read_config(storage, fingerprint) == config()
+            run_folder.read_config(storage, fingerprint)
+    run_folder.record_config(storage, config())
+    assert run_folder.read_config(storage, fingerprint) == config()
 
 
 def test_an_environment_reference_may_replace_its_value(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,25 +222,27 @@ def test_an_environment_reference_may_replace_its_value(storage: Storage, monkey
     key, url = "buffer.explorer_input.taskset.workflow_args", "https://me:hunter2@judge"
     tree = {"model": {"model_path": "tiny", "max_model_len": 64}, "algorithm": {"repeat_times": 2}}
     tree |= {"buffer": {"batch_size": 8, "explorer_input": {"taskset": {"path": "t", "workflow_args": {"url": url}}}}}
-    open_run(storage, load_config(tree, was_checked=True))
+    run_folder.open_run(storage, load_config(tree, was_checked=True))
     monkeypatch.setenv("JUDGE", url)
-    opened = open_run(storage, load_config(tree, [key + ".url=${oc.env:JUDGE}"]))
+    opened = run_folder.open_run(storage, load_config(tree, [key + ".url=${oc.env:JUDGE}"]))
     assert opened.buffer.explorer_input.train_tasksets[0].workflow_args["url"] == "${oc.env:JUDGE}"
     monkeypatch.setenv("JUDGE", "https://me:other@judge")
     with pytest.raises(DataError, match=f"{key}.url: was .*, is '"):
-        open_run(storage, load_config(tree, [key + ".url=${oc.env:JUDGE}"]))
+        run_folder.open_run(storage, load_config(tree, [key + ".url=${oc.env:JUDGE}"]))
 
 
 def test_a_run_folder_has_no_values_of_the_environment(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE", "https://me:hunter2@judge")
     asked = "buffer.explorer_input.taskset.workflow_args.url=${oc.env:JUDGE}"
-    opened = open_run(storage, config(asked))
-    again = read_config(storage, record_config(storage, opened))
+    opened = run_folder.open_run(storage, config(asked))
+    again = run_folder.read_config(storage, run_folder.record_config(storage, opened))
     assert again.buffer.explorer_input.train_tasksets[0].workflow_args["url"] == "${oc.env:JUDGE}"
-    for path in (RUN_FILE, *(f"control/{name}" for name in storage.list("control"))):
+    for path in (run_folder.RUN_FILE, *(f"control/{name}" for name in storage.list("control"))):
         assert b"hunter2" not in storage.get(path)
     monkeypatch.delenv("JUDGE")
-    assert load_config(read_run(storage)["config"], was_checked=True) == opened, "reading needs no environment"
+    assert load_config(run_folder.read_run(storage)["config"], was_checked=True) == opened, (
+        "reading needs no environment"
+    )
 
 
 @pytest.mark.parametrize(("on_gpus", "given", "kept"), [(False, None, True), (True, None, False), (True, True, True)])
@@ -254,9 +250,9 @@ def test_the_first_start_decides_whether_bits_repeat(
     storage: Storage, on_gpus: bool, given: bool | None, kept: bool
 ) -> None:
     settings = [] if given is None else [f"deterministic={str(given).lower()}"]
-    assert open_run(storage, config(*settings), on_gpus=on_gpus).deterministic is kept
-    assert read_run_config(storage).deterministic is kept
+    assert run_folder.open_run(storage, config(*settings), on_gpus=on_gpus).deterministic is kept
+    assert run_folder.read_run_config(storage).deterministic is kept
     # A later start on another machine goes on as the run began.
-    assert open_run(storage, config(*settings), on_gpus=not on_gpus).deterministic is kept
+    assert run_folder.open_run(storage, config(*settings), on_gpus=not on_gpus).deterministic is kept
     with pytest.raises(DataError, match="deterministic: was"):
-        open_run(storage, config(f"deterministic={str(not kept).lower()}"))
+        run_folder.open_run(storage, config(f"deterministic={str(not kept).lower()}"))

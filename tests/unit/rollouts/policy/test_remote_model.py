@@ -14,15 +14,8 @@ from rftdask.config.schema.model import ExternalModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
-from rftdask.rollouts.policy import rate_limit
+from rftdask.rollouts.policy import rate_limit, remote_model
 from rftdask.rollouts.policy.rate_limit import RateLimit
-from rftdask.rollouts.policy.remote_model import (
-    RemoteAnswer,
-    RemoteModel,
-    RemoteModelError,
-    check_service,
-    retry_after_s,
-)
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
@@ -38,12 +31,12 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_API_KEY", KEY)
 
 
-def model(server: ApiServer, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> RemoteModel:
+def model(server: ApiServer, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> remote_model.RemoteModel:
     monkeypatch.setenv("TEST_BASE_URL", server.url)
-    return RemoteModel("m", SERVICE, **{"timeout_s": 30.0, **changes})
+    return remote_model.RemoteModel("m", SERVICE, **{"timeout_s": 30.0, **changes})
 
 
-async def answer_of(remote: RemoteModel, **sampling: Any) -> RemoteAnswer:
+async def answer_of(remote: remote_model.RemoteModel, **sampling: Any) -> remote_model.RemoteAnswer:
     """Answer to one request, after which the model is closed."""
     try:
         return await remote.ask(QUESTION, SamplingParams(max_tokens=5, **sampling), seed=11)
@@ -51,7 +44,9 @@ async def answer_of(remote: RemoteModel, **sampling: Any) -> RemoteAnswer:
         await remote.close()
 
 
-def rollouts(remote: RemoteModel, tasks: list[Task], auxiliary: bool = False, **changes: Any) -> list[Experience]:
+def rollouts(
+    remote: remote_model.RemoteModel, tasks: list[Task], auxiliary: bool = False, **changes: Any
+) -> list[Experience]:
     """A runner with `remote` as the policy, or as the auxiliary model "judge" of a policy that answers 4."""
     policy: Any = TextEngine(replies("4"), CharTokenizer()) if auxiliary else remote
     batch = {"repeat_times": 2, "auxiliary": {"judge": remote} if auxiliary else {}}
@@ -91,17 +86,17 @@ def test_requested_pause_applies_to_all_requests(monkeypatch: pytest.MonkeyPatch
 def test_too_long_pause_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with api_server("4", 429) as server:
         server.retry_after = "retry-after", "4000"
-        with pytest.raises(RemoteModelError, match="planned status 429"):
+        with pytest.raises(remote_model.RemoteModelError, match="planned status 429"):
             asyncio.run(answer_of(model(server, monkeypatch)))
     assert len(server.requests) == 1
 
 
 def test_pause_headers_have_three_forms() -> None:
-    assert retry_after_s({"retry-after-ms": "1500", "retry-after": "9"}, 0.0) == 1.5
-    assert retry_after_s({"retry-after": "20"}, 0.0) == 20.0
-    assert retry_after_s({"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}, 45.0) == 15.0
-    assert [retry_after_s({"retry-after": text}, 0.0) for text in ("soon", "nan", "-1")] == [None] * 3
-    assert retry_after_s({}, 0.0) is None
+    assert remote_model.retry_after_s({"retry-after-ms": "1500", "retry-after": "9"}, 0.0) == 1.5
+    assert remote_model.retry_after_s({"retry-after": "20"}, 0.0) == 20.0
+    assert remote_model.retry_after_s({"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}, 45.0) == 15.0
+    assert [remote_model.retry_after_s({"retry-after": text}, 0.0) for text in ("soon", "nan", "-1")] == [None] * 3
+    assert remote_model.retry_after_s({}, 0.0) is None
 
 
 def test_requests_follow_the_rate_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,4 +188,4 @@ def test_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_API_KEY")
     monkeypatch.setenv("TEST_BASE_URL", "http://127.0.0.1:1/v1")
     with pytest.raises(UserError, match="TEST_API_KEY is not set; set it to the key of the service of model 'm'"):
-        check_service("m", SERVICE)
+        remote_model.check_service("m", SERVICE)
