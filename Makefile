@@ -7,6 +7,7 @@
 #   make guides       examples, notebooks, pages, the wheel   make site      the documentation as web pages, in build/site
 #   make robustness   bad settings, files, runs and code       make gpu      GPU measurements, into docs/gpu.md
 #   make clean        remove .venv and caches                 make long     the longest tests, not in CI
+#   make findings     surprises of other libraries, shown without this package; not in CI
 #
 # PYTHON=python3.12 selects the interpreter, VENV=path the environment, EXTRAS=dev,gpu the extras of the package;
 # EXTRAS= is the light installation of a login node, without torch.
@@ -31,8 +32,11 @@ GPU_PYTHON ?= python
 # an interrupted installation is repeated.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: agentscope gpu torchao site quickstart test test-oldest robustness learning guides slow long extras lint types check install clean
+.PHONY: agentscope findings gpu torchao site quickstart test test-oldest robustness learning guides slow long extras lint types check install clean
 .DEFAULT_GOAL := test
+
+findings:
+	@findings/run_all
 
 quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
