@@ -17,7 +17,6 @@ import inspect
 import io
 import os
 import re
-import shutil
 import tempfile
 import threading
 from collections import OrderedDict
@@ -300,14 +299,6 @@ def check_reads_videos(model_path: str) -> None:
         )
     if find_spec("torchvision") is None:
         raise UserError(_NEEDS_TORCHVISION)
-
-
-def copy_processor(model_path: str, folder: Path) -> None:
-    """Copy the processor files of a model, if it has any, to a model folder."""
-    source = Path(local_model(model_path))
-    for name in PROCESSOR_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 class ImageProcessor:

@@ -30,7 +30,7 @@ from rftdask.buffer.batches.batch import TrainingBatch, mismatched
 from rftdask.buffer.batches.lineage import parent_storage, read_parent
 from rftdask.config import Config
 from rftdask.config.schema.model import LoraConfig
-from rftdask.data.images import ImageProcessor, copy_processor
+from rftdask.data.images import ImageProcessor
 from rftdask.errors import DataError, UserError
 from rftdask.models import lora as adapters
 from rftdask.models.host_copy import HostCopy
@@ -168,6 +168,9 @@ class TorchEngine(TrainEngine):
         engine_dtype = config.explorer.rollout_model.dtype_on(device)
         self._published_dtype = torch.float32 if self._lora is not None else getattr(torch, engine_dtype)
         self._dtype_at_rest = policies.dtype_at_rest(self._path, trust_remote_code=trusted)
+        # Read now: the folder may be gone when the run ends.
+        self._read_only_files = policies.read_only_files(self._path) if self._ranks.is_rank0 else {}
+        self._check_export()
         self._adapter_settings = {} if self._lora is None else adapters.begin(self._model, self._lora)
         # Tensor names in the model -> in the adapter file; empty if all weights are trained.
         self._adapter = {} if self._lora is None else adapters.adapter_names(self._model)
@@ -588,9 +591,28 @@ class TorchEngine(TrainEngine):
             tensors = {}
             adapters.merged(model)
         with tempfile.TemporaryDirectory(prefix="rftdask-export-") as folder:
-            policies.export_hf(model, self._tokenizer, Path(folder), tensors or None, dtype=self._dtype_at_rest)
-            copy_processor(self._path, Path(folder))
+            self._export(model, Path(folder), tensors or None)
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+    def _check_export(self) -> None:
+        """Export everything but the weights on rank 0, to report what would end the run at its last step.
+
+        Raises: DataError: the model can be loaded, but not saved.
+        """
+        if not self._ranks.is_rank0:
+            return
+        try:
+            with tempfile.TemporaryDirectory(prefix="rftdask-export-") as folder:
+                self._export(self._model, Path(folder), {})
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(
+                f"model.model_path {self._path} cannot be saved after training: {error}; correct this first"
+            ) from error
+
+    def _export(self, model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor] | None) -> None:
+        policies.export_hf(
+            model, self._tokenizer, folder, tensors, dtype=self._dtype_at_rest, files=self._read_only_files
+        )
 
     def _load_reference(self) -> Callable[..., Scores]:
         """Load the initial policy; with new adapters it is the policy with its adapters turned off."""

@@ -402,3 +402,11 @@ def test_no_array_of_all_rows_by_the_longest_is_made(tmp_path: Path, algorithm: 
         engine.train_step(batch, 1)
     # A pass has 1,000 tokens, and 258 logits for each.
     assert largest.num_elements <= 300_000
+
+
+def test_a_model_that_cannot_be_saved_is_not_trained(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(DataError, match=r"policy cannot be saved after training: .*missing"):
+        engine(models, "grpo")
