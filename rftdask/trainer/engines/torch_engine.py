@@ -9,7 +9,6 @@ Letters: N rows of the batch; B rows of a micro-batch; T response tokens of the 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -39,6 +38,7 @@ from rftdask.processes.gpus import use_device
 from rftdask.processes.ranks import Ranks
 from rftdask.storage import open_storage
 from rftdask.storage.base import Data
+from rftdask.storage.temporary import TemporaryFolder
 from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
 from rftdask.synchronizer.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER, MODEL_FILE, model_file
 from rftdask.trainer import model as policies
@@ -590,7 +590,7 @@ class TorchEngine(TrainEngine):
             adapters.load_adapter(model, named, "the trainer")
             tensors = {}
             adapters.merged(model)
-        with tempfile.TemporaryDirectory(prefix="rftdask-export-") as folder:
+        with TemporaryFolder("export") as folder:
             self._export(model, Path(folder), tensors or None)
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
@@ -602,7 +602,7 @@ class TorchEngine(TrainEngine):
         if not self._ranks.is_rank0:
             return
         try:
-            with tempfile.TemporaryDirectory(prefix="rftdask-export-") as folder:
+            with TemporaryFolder("export") as folder:
                 self._export(self._model, Path(folder), {})
         except (OSError, ValueError, TypeError) as error:
             raise DataError(
