@@ -324,7 +324,8 @@ class TorchEngine(TrainEngine):
                 updates.append(update_metrics)
         metrics |= over_updates(updates)
         # The metrics are the same on all ranks, and so are the coefficients of the next step.
-        self._kl_coefs[:] = torch.tensor(next_kl_coefs(algorithm, self._kl_coefs.tolist(), metrics, len(batch)))
+        coefs = next_kl_coefs(algorithm, self._kl_coefs.tolist(), metrics, len(batch))
+        self._kl_coefs = torch.tensor(coefs, dtype=torch.float64)
         return metrics
 
     @torch.no_grad()
