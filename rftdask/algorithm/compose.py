@@ -18,7 +18,7 @@ from rftdask.algorithm.losses.base import PolicyLoss
 from rftdask.algorithm.operators import Operator
 from rftdask.config import Config, fill_from_environment
 from rftdask.config.plugins import bind_arguments
-from rftdask.config.schema.algorithm import load_part, warn_once
+from rftdask.config.schema.algorithm import load_part, misfit, warn_once
 from rftdask.errors import NotInstalledError, UserError
 
 Args = Mapping[str, Any]
@@ -108,24 +108,23 @@ def make_algorithm(
         raise UserError(f"loss_agg_mode is {mode!r}; allowed: {', '.join(AGGREGATIONS)}")
 
     loss: PolicyLoss = make("policy_loss_fn")
-    reads_advantages = loss.uses_advantages
-    if names["advantage_fn"] is not None and not reads_advantages:
-        # The advantage function then selects the rollouts to imitate.
-        reads_advantages = find_class("advantage_fn", names["advantage_fn"], plugin_dirs).only_selects
-    if not reads_advantages and (parts.get("advantage_fn") or arguments["advantage_fn"]):
-        raise UserError(
-            f"policy_loss_fn {names['policy_loss_fn']!r} takes no advantages; "
-            f"remove advantage_fn from algorithm_type {type_name!r} (its arguments are policy_loss_fn_args)"
+    classes = {"algorithm_type": (type_name, kind), "policy_loss_fn": (names["policy_loss_fn"], loss)}
+    if names["advantage_fn"] is not None:
+        classes["advantage_fn"] = (
+            names["advantage_fn"],
+            find_class("advantage_fn", names["advantage_fn"], plugin_dirs),
         )
-    if loss.uses_advantages and names["advantage_fn"] is None:
-        raise UserError(
-            f"policy_loss_fn {names['policy_loss_fn']!r} needs an advantage_fn; algorithm_type {type_name!r} has none"
-        )
+    given = [key for key in ("advantage_fn", "advantage_fn_args") if parts.get(key)]
+    mode = mode or loss.only_agg_mode or kind.loss_agg_mode
+    # Before the advantage function is made, whose arguments may be meant for the loss.
+    if problem := misfit(classes, given, (), mode):
+        raise UserError(problem[1])
+    reads_advantages = loss.uses_advantages or ("advantage_fn" in classes and classes["advantage_fn"][1].only_selects)
     algorithm = Algorithm(
         name=type_name,
         schema=kind.schema,
         repeat_times=kind.repeat_times,
-        loss_agg_mode=mode or loss.only_agg_mode or kind.loss_agg_mode,
+        loss_agg_mode=mode,
         sample_strategy=kind.sample_strategy,
         advantage_fn=make("advantage_fn") if reads_advantages else None,
         policy_loss_fn=loss,
@@ -134,8 +133,14 @@ def make_algorithm(
         entropy_loss_fn=make("entropy_loss_fn"),
         correction=_construct("rollout_correction", Correction, rollout_correction or {}),
     )
-    if problem := _mismatch(algorithm, kind, names["policy_loss_fn"], names["advantage_fn"]):
-        raise UserError(problem)
+    terms = {
+        "kl_loss_fn": algorithm.kl_loss_fn,
+        "kl_penalty_fn": algorithm.kl_penalty_fn,
+        "entropy_loss_fn": algorithm.entropy_loss_fn,
+        "rollout_correction": algorithm.correction,
+    }
+    if problem := misfit(classes, given, [key for key, term in terms.items() if term.is_active], mode):
+        raise UserError(problem[1])
     return algorithm
 
 
@@ -156,32 +161,3 @@ def build_algorithm(config: Config) -> Algorithm:
         raise NotInstalledError(f"algorithm: {error}") from error
     except UserError as error:
         raise UserError(f"algorithm: {error}") from error
-
-
-def _mismatch(algorithm: Algorithm, kind: type[AlgorithmType], loss_name: str, advantage_name: str | None) -> str:
-    """First reason why the parts cannot be combined, with the remedy; "" if they can."""
-    loss, name, schema = algorithm.policy_loss_fn, algorithm.name, algorithm.schema
-    if algorithm.use_critic and not kind.has_critic:
-        return (
-            f"advantage_fn {advantage_name!r} needs a critic and algorithm_type {name!r} has none; "
-            "use algorithm_type 'ppo'"
-        )
-    if loss.schema not in ("any", schema):
-        return f"policy_loss_fn {loss_name!r} reads {loss.schema!r} rows, algorithm_type {name!r} has {schema!r}"
-    if loss.only_agg_mode not in (None, algorithm.loss_agg_mode):
-        return (
-            f"policy_loss_fn {loss_name!r} needs loss_agg_mode {loss.only_agg_mode!r}, not {algorithm.loss_agg_mode!r}"
-        )
-    if schema != "experience" and (algorithm.kl_penalty_fn.is_active or algorithm.correction.is_active):
-        return (
-            f"{schema!r} rows have neither rewards nor recorded logprobs: algorithm_type {name!r} takes neither "
-            "kl_penalty_fn nor rollout_correction"
-        )
-    if loss.scores_sequences and (algorithm.use_reference or algorithm.use_entropy):
-        return (
-            f"policy_loss_fn {loss_name!r} trains a reward model, which has no logprobs; "
-            "remove kl_loss_fn and entropy_loss_fn"
-        )
-    if algorithm.kl_penalty_fn.is_active and not loss.uses_advantages:
-        return f"kl_penalty_fn changes rewards, and algorithm_type {name!r} reads none; use kl_loss_fn"
-    return ""

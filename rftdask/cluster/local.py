@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 import threading
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,6 +38,7 @@ from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import visible_gpus
 from rftdask.processes.zygote import ZYGOTE_ADDRESS, can_fork, start_zygote, umask
 from rftdask.storage import Storage
+from rftdask.storage.temporary import TemporaryFolder
 from rftdask.synchronizer.node_cache import sweep
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ class LocalCluster(Cluster):
         self._layout = layout
         self._env: dict[str, str] = {}
         # Device locks of this start; processes of earlier starts have ended.
-        self._lock_dir = self._stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="rftdask-devices-", ignore_cleanup_errors=True)
-        )
+        self._lock_dir = self._stack.enter_context(TemporaryFolder("devices"))
         if forks:
             start_fork_server(WORKER_IMPORTS)
             # The fork server may have the environment and the umask of an earlier run.

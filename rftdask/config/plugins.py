@@ -59,12 +59,14 @@ def find_part(kind: str, name: str, registered: Mapping[str, Any], plugin_dirs: 
     if name in registered:
         part = registered[name]
         part = part.load() if isinstance(part, RegisteredPart) else part
-        for needed, extra in requires(part).items():
-            package = needed.partition(".")[0]
-            if importlib.util.find_spec(package) is None:
-                raise NotInstalledError(
-                    f"{kind} {name!r} needs the package {package!r}; install it: pip install 'rftdask[{extra}]'"
-                )
+        packages = {needed.partition(".")[0]: extra for needed, extra in requires(part).items()}
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if missing:
+            extra = packages[missing[0]]
+            raise NotInstalledError(
+                f"{kind} {name!r} needs the extra {extra!r}, of which {' and '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'rftdask[{extra}]'"
+            )
         return adapt_part(part)
     # Modules that define the name, and do not only import it.
     owners = [m for m in _plugin_modules if getattr(getattr(m, name, None), "__module__", None) == m.__name__]

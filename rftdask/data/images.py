@@ -17,11 +17,12 @@ import inspect
 import io
 import os
 import re
-import shutil
+import stat
 import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from importlib.util import find_spec
@@ -203,9 +204,12 @@ class ImageFolder:
     def __init__(self, path: Path | None = None) -> None:
         """path: None uses a folder of this user that is kept between runs."""
         self._path = path or Path(tempfile.gettempdir(), f"rftdask-media-{os.getuid()}")
-        self._path.mkdir(mode=0o700, exist_ok=True)
-        if self._path.stat().st_uid != os.getuid():
-            raise UserError(f"{self._path} belongs to another user; set TMPDIR")
+        with suppress(FileExistsError):
+            self._path.mkdir(mode=0o700)
+        status = self._path.lstat()
+        # In a shared folder for temporary files another user may have created a folder or link of this name.
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise UserError(f"{self._path} belongs to another user, or is a link; set TMPDIR to your own folder")
 
     def put(self, content: bytes) -> str:
         """Store an image file and return its name."""
@@ -300,14 +304,6 @@ def check_reads_videos(model_path: str) -> None:
         )
     if find_spec("torchvision") is None:
         raise UserError(_NEEDS_TORCHVISION)
-
-
-def copy_processor(model_path: str, folder: Path) -> None:
-    """Copy the processor files of a model, if it has any, to a model folder."""
-    source = Path(local_model(model_path))
-    for name in PROCESSOR_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 class ImageProcessor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +27,7 @@ from rftdask.data.juicer.base import OperatorResult, Pipeline, make_pipeline, re
 from rftdask.data.juicer.environment import VERSION, find_environment
 from rftdask.errors import DataError, NotFoundError, StorageError, UserError
 from rftdask.storage import open_storage
+from rftdask.storage.temporary import TemporaryFolder
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def standing_in(stages: Sequence[Config]) -> Iterator[list[Config]]:
 
     Raises: DataError: an input cannot be read.
     """
-    with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
+    with TemporaryFolder("pipeline") as folder:
         checked = []
         for number, stage in enumerate(stages):
             if stage.makes_dataset and not _is_made(stage):
@@ -231,7 +231,7 @@ def _make(stage: Config, say: Callable[[str], None]) -> str:
         results.append(result)
         say(f"  {result.operator}: {result.rows:,} left")
 
-    with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
+    with TemporaryFolder("pipeline") as folder:
         log_file = Path(folder, "log")
         try:
             with open_juicer(pipeline, KEY, server_url=url, log_file=log_file) as juicer:

@@ -28,7 +28,7 @@ from rftdask.trainer.checkpoint import (
     checkpoint_steps,
     newest_valid_checkpoint,
 )
-from rftdask.trainer.model import SCALAR_HEAD, dtype_at_rest, export_hf, load_policy
+from rftdask.trainer.model import SCALAR_HEAD, dtype_at_rest, export_hf, load_policy, read_only_files
 
 _STEP = "global_step_"
 _MODEL_PATH_PARTS = 4
@@ -136,4 +136,5 @@ def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: 
         if missing or unexpected:
             differ = f"missing {missing}, unexpected {sorted(unexpected)}"
             raise DataError(f"the checkpoint does not fit the model {path}: {differ}; is it the model of this run?")
-    export_hf(model, tokenizer, folder, dtype=dtype_at_rest(path, trust_remote_code=trust, offline=True))
+    dtype = dtype_at_rest(path, trust_remote_code=trust, offline=True)
+    export_hf(model, tokenizer, folder, dtype=dtype, files=read_only_files(path))

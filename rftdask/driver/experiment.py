@@ -35,7 +35,7 @@ from rftdask.driver.memory_estimate import gpu_shortages, host_shortages, job_sh
 from rftdask.driver.preflight import check_inputs
 from rftdask.driver.stage import StageRun
 from rftdask.errors import DataError, RoleError, StorageError, UserError
-from rftdask.monitor.events import Evaluated, Event, Note, StepFinished
+from rftdask.monitor.events import Ended, Evaluated, Event, Note, StepFinished
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
@@ -214,7 +214,7 @@ class Experiment:
                     if self._stop_requested:
                         stage.stop()  # the request came before the stage existed
                     try:
-                        ended = stage.run()
+                        ended = _run_stage(stage, stage_storage) if self.config.stages else stage.run()
                     finally:
                         self._stage = None
                         observer.close()
@@ -509,6 +509,19 @@ def plan_run(config: Config, stages: list[Config]) -> Layout:
     for shortage in shortages:
         log.warning("this is an estimate, and the run starts: %s", shortage.text)
     return layout
+
+
+def _run_stage(stage: StageRun, storage: Storage) -> Ended:
+    """Run a stage and record its end in its folder, since commands that take a run also take one of its stages."""
+    run_folder.note_begin(storage)
+    try:
+        ended = stage.run()
+    except BaseException as failure:
+        with contextlib.suppress(StorageError):
+            run_folder.note_end(storage, "failed", f"{type(failure).__name__}: {failure}")
+        raise
+    run_folder.note_end(storage, "stopped" if ended.stopped else "finished", "")
+    return ended
 
 
 def _trained_model(storage: Storage) -> str:

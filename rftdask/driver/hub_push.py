@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCardData
@@ -16,6 +15,7 @@ from rftdask.reports.run_reader import open_stages
 from rftdask.reports.summary import RunSummary, learned, percent, summarize
 from rftdask.run.run_folder import read_end, read_run_config
 from rftdask.storage import open_storage
+from rftdask.storage.temporary import TemporaryFolder
 
 
 def push(run: str, repo: str, *, step: int | None = None, private: bool = True, merge_lora: bool = True) -> str:
@@ -29,7 +29,7 @@ def push(run: str, repo: str, *, step: int | None = None, private: bool = True, 
     storage, stages = open_storage(run), open_stages(run)
     config = read_run_config(storage)
     summary = summarize(config, storage.url, stages, status=read_end(storage) or "as found")
-    with tempfile.TemporaryDirectory(prefix="rftdask-push-") as folder:
+    with TemporaryFolder("push") as folder:
         done = convert(run, Path(folder) / "model", step=step, merge_lora=merge_lora)
         (done.folder / "README.md").write_text(model_card(config, summary, done.step), encoding="utf-8")
         api = HfApi()

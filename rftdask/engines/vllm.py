@@ -17,7 +17,6 @@ import select
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,6 +39,7 @@ from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from rftdask.processes.device_lock import DEVICES_VARIABLE
 from rftdask.processes.zygote import die_with_parent, socket_folder
 from rftdask.storage.staging import staged
+from rftdask.storage.temporary import TemporaryFolder
 from rftdask.synchronizer.fingerprint import SEQUENCE_LENGTH
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class VllmEngine(Engine):
             raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
         self._nodes, self._on_cpu = nodes, device == "cpu"
         # On storage that all of its nodes share.
-        self._folder = tempfile.TemporaryDirectory(prefix="rftdask-vllm-", dir=nodes.folder if nodes else None)
+        self._folder = TemporaryFolder("vllm", nodes.folder if nodes else None)
         self._cause_file = Path(self._folder.name) / "cause"
         os.environ[CAUSE_FILE] = str(self._cause_file)
         self._images = ImageProcessor(model_path, trust_remote_code=trust_remote_code)

@@ -24,7 +24,6 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +45,7 @@ from rftdask.errors import (
 )
 from rftdask.processes.zygote import ZYGOTE_ADDRESS, ForkedProcess, with_wait_policy
 from rftdask.storage.safe_text import SafeFormatter, safe
+from rftdask.storage.temporary import TemporaryFolder
 
 _MODULE = "rftdask.processes.child"  # __name__ is __main__ in a new interpreter
 _READ_BYTES = 1 << 20
@@ -113,7 +113,7 @@ class Child:
         needs: modules that it imports, see `ForkedProcess`.
         """
         self.name = name
-        self._own_folder = None if log_file else tempfile.TemporaryDirectory(prefix="rftdask-")
+        self._own_folder = None if log_file else TemporaryFolder("child")
         self._log_file = log_file or Path(self._own_folder.name, f"{name}.log")  # type: ignore[union-attr]
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         with self._log_file.open("ab") as log:

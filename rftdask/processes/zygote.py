@@ -53,6 +53,8 @@ from typing import IO, Any, TypeVar
 import msgpack
 import setproctitle
 
+from rftdask.storage.temporary import TemporaryFolder
+
 T = TypeVar("T")
 
 MODELS = "transformers.models.auto.modeling_auto"
@@ -94,7 +96,7 @@ _PR_SET_PDEATHSIG = 1
 _ADDRESS_BYTES = 107
 """Longest path of a Unix socket."""
 _SOCKET_NAME_BYTES = 37
-"""Longest socket name below the folder: a slash and a UUID (vLLM). Python and the zygote use 32."""
+"""Longest socket name below the folder: a slash and a UUID (vLLM), or those of the zygote. Python uses 32."""
 # Without this, a title overwrites the environment that ps and /proc show of a process. Dask sets titles as well.
 os.environ.setdefault("SPT_NOENV", "1")
 _libc = ctypes.CDLL(None)
@@ -219,7 +221,8 @@ class ZygoteProcess:
 
     def __init__(self) -> None:
         self._driver = os.getpid()
-        self.folder = tempfile.mkdtemp(prefix="rftdask-zygote-", dir=socket_folder())  # only the user may enter
+        self._temporary = TemporaryFolder("forks", socket_folder())
+        self.folder = self._temporary.name
         self.address = str(Path(self.folder, _SOCKET))
         self._listener = _listen(Path(self.folder, _CONTROL))
         self._listener.settimeout(_START_TIMEOUT_S)
@@ -260,7 +263,7 @@ class ZygoteProcess:
         self.close()
         if self.interpreter is not None:
             self.interpreter.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._temporary.cleanup()
 
 
 def _listen(path: Path) -> socket.socket:

@@ -46,6 +46,9 @@ _CONFIG_EDITION = 2
 supervised rows ignored `system_prompt_key` and `reply_prefix`."""
 _PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow", "fsspec", "vllm")
 
+_SERVICE_KEYS = ("requests_per_minute", "tokens_per_minute", "max_retries", "prompt_price", "response_price")
+"""Pace and price of a model behind an API."""
+
 # fmt: off
 _FREE_KEYS = {
     "checkpoint_root_dir", "cluster", "continue_from_checkpoint", "log", "mode", "monitor", "private", "service",
@@ -53,16 +56,19 @@ _FREE_KEYS = {
     "buffer.explorer_input.eval_tasksets", "buffer.total_epochs", "buffer.total_steps",
     "buffer.trainer_input.eval_buffer", "buffer.trainer_input.experience_buffer.capacity",
     "buffer.trainer_input.experience_buffer.max_read_timeout",
-    "buffer.trainer_input.experience_buffer.max_unread_bytes",
+    "buffer.trainer_input.experience_buffer.max_unread_bytes", "buffer.trainer_input.experience_buffer.retention",
     "data_processor.task_pipeline.num_process",
     "explorer.bench_on_latest_checkpoint", "explorer.env_vars", "explorer.eval_interval", "explorer.eval_on_startup",
-    "explorer.max_retry_times", "explorer.max_timeout", "explorer.max_workers", "explorer.min_workers",
-    "explorer.name", "explorer.rollout_model.data_parallel_size", "explorer.rollout_model.engine_num",
+    "explorer.listen_address", "explorer.max_retry_times", "explorer.max_timeout", "explorer.max_workers",
+    "explorer.min_workers", "explorer.name", "explorer.proxy_port",
+    "explorer.rollout_model.data_parallel_size", "explorer.rollout_model.engine_num",
     "explorer.rollout_model.gpu_memory_utilization", "explorer.rollout_model.pipeline_parallel_size",
-    "explorer.rollout_model.tensor_parallel_size",
-    "synchronizer.poll_interval_s", "synchronizer.sync_timeout", "synchronizer.full_publish_interval",
+    "explorer.rollout_model.tensor_parallel_size", "explorer.sandbox.max_processes",
+    *(f"explorer.rollout_model.{key}" for key in _SERVICE_KEYS),
+    "synchronizer.poll_interval_s", "synchronizer.sync_method", "synchronizer.sync_timeout",
+    "synchronizer.full_publish_interval",
     "trainer.eval_interval", "trainer.gradient_checkpointing", "trainer.max_checkpoints_to_keep",
-    "trainer.max_restarts", "trainer.num_ranks", "trainer.offload_policy", "trainer.prefetch_layers",
+    "trainer.max_restarts", "trainer.name", "trainer.num_ranks", "trainer.offload_policy", "trainer.prefetch_layers",
     "trainer.reshard_after_forward", "trainer.save_hf_checkpoint", "trainer.save_interval", "trainer.save_minutes",
     "trainer.save_strategy", "trainer.tensor_parallel_size", "trainer.total_steps", "trainer.trainer_strategy",
     "trainer.ulysses_sequence_parallel_size",
@@ -72,7 +78,7 @@ _FREE_KEYS = {
 
 _FREE_OF_MODELS = (
     *("engine_num", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "gpu_memory_utilization"),
-    *("requests_per_minute", "tokens_per_minute", "max_retries", "prompt_price", "response_price"),
+    *_SERVICE_KEYS,
 )
 """Keys of each auxiliary model that a later start may change."""
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import random
 import re
-import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from rftdask.errors import DamagedError, UserError
+from rftdask.storage.temporary import TemporaryFolder
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -179,7 +179,7 @@ class Storage(ABC):
 @contextmanager
 def temporary_copy(path: str, files: Mapping[str, Callable[[Path], object]]) -> Iterator[Path]:
     """Implement `Storage.local_copy`. files: path at or below `path` -> function that writes the file; at least one."""
-    with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
+    with TemporaryFolder("copy") as folder:
         top = Path(folder) / path.rpartition("/")[2]
         for name, write in files.items():
             target = Path(f"{top}{name.removeprefix(path)}")

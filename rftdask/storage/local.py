@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import io
 import os
 import secrets
 import shutil
@@ -149,14 +150,8 @@ class Posix:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.ENODEV, "it is not a regular file", path)
-            if size is None:
-                return file.readall()
             file.seek(start)
-            parts = [file.read(size)]
-            # A read may return fewer bytes than requested; no bytes mean the end.
-            while parts[-1] and sum(map(len, parts)) < size:
-                parts.append(file.read(size - sum(map(len, parts))))
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+            return read_whole(file, size)
 
     def scan(self, path: str) -> list[tuple[str, bool]]:
         """Return (name, is a folder) of everything directly in a folder."""
@@ -172,6 +167,23 @@ class Posix:
         with suppress(OSError):
             return os.path.samefile(path, other)
         return False
+
+
+def read_whole(file: io.FileIO, size: int | None = None) -> bytes:
+    """Return `size` bytes from an unbuffered file, or fewer at its end; None: all of them.
+
+    Raises: BlockingIOError: the system returned EAGAIN, which Python takes for the end.
+    """
+    parts: list[bytes] = []
+    # A read may return fewer bytes than requested; no bytes mean the end.
+    while size is None or sum(map(len, parts)) < size:
+        part = file.readall() if size is None else file.read(size - sum(map(len, parts)))
+        if part is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        if not part:
+            break
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _write_direct(descriptor: int, data: memoryview) -> int:

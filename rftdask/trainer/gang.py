@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,7 @@ from rftdask.errors import (
 from rftdask.monitor.events import CODEC, Ended
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.processes.dask_task import LEAVING_TOPIC, fetch, host_of, make_cancel_check, workers_of
+from rftdask.storage.temporary import TemporaryFolder
 from rftdask.synchronizer.transports.dask_broadcast import serve_blocks
 from rftdask.trainer.flight_recorder import forget, left_behind, recording
 
@@ -199,7 +199,7 @@ class Gang:
                 if not addresses:
                     return None
                 # Folders of mkdtemp are private to their owner.
-                with tempfile.TemporaryDirectory(prefix="rftdask-ranks-", ignore_cleanup_errors=True) as folder:
+                with TemporaryFolder("ranks") as folder:
                     rendezvous = self._rendezvous(addresses, folder)
                     key = f"trainer-{generation}-{time.time_ns()}"  # unique
                     futures = [

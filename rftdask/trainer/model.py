@@ -25,6 +25,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,6 +33,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.utils import logging
 
 from rftdask.data.hub import local_model
+from rftdask.data.images import PROCESSOR_FILES
 from rftdask.errors import DataError
 from rftdask.models.image_models import model_class
 from rftdask.models.model_shape import MAX_LOGITS
@@ -49,6 +51,12 @@ _LOADING = threading.Lock()
 SCALAR_HEAD = "score.weight"
 """Weight of a reward model that a language model lacks."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.*")
+_READ_ONLY = (
+    *("config.json", "generation_config.json", *PROCESSOR_FILES, "*.py"),
+    *("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "spiece.model"),
+    *("sentencepiece*.model", "*.tiktoken", "chat_template*"),
+)
+"""Files of a model folder that training does not change."""
 
 
 def load_policy(
@@ -455,6 +463,16 @@ def dtype_at_rest(model_path: str, *, trust_remote_code: bool = False, offline: 
     return dtype
 
 
+def read_only_files(model_path: str) -> dict[str, bytes]:
+    """Return the files of a model that training does not change: configurations, tokenizer, chat template, code.
+
+    Call it after the model is loaded, which downloads a model of the Hub.
+    """
+    source = Path(local_model(model_path))
+    files = {file for pattern in _READ_ONLY for file in source.glob(pattern) if file.is_file()}
+    return {file.name: file.read_bytes() for file in sorted(files)}
+
+
 def export_hf(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -462,22 +480,43 @@ def export_hf(
     tensors: dict[str, Tensor] | None = None,
     *,
     dtype: torch.dtype | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write model, tokenizer and generation config for `from_pretrained`.
 
     Args:
         tensors: the weights, tied ones once; None: those of the model.
         dtype: data type of floating-point weights; None: unchanged, to the bit.
+        files: `read_only_files` of the model, which are copied as they are; None: all files are made from the objects.
     """
     if dtype not in (None, model.dtype):
         tensors = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in (tensors or distinct_state(model)).items()
+            for name, tensor in (distinct_state(model) if tensors is None else tensors).items()
         }
-    model.save_pretrained(folder, state_dict=tensors)
+    causal: Any = model
+    generation = causal.generation_config if model.can_generate() else None
+    try:
+        # transformers refuses to write generation configs that it reads, such as a temperature without do_sample.
+        if generation is not None:
+            causal.generation_config = GenerationConfig()
+        model.save_pretrained(folder, state_dict=tensors)
+    finally:
+        if generation is not None:
+            causal.generation_config = generation
+    if generation is not None:
+        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)
-    if dtype is not None:
-        path = folder / "config.json"  # has the dtype of the model, to which the loader would convert
+    path = folder / "config.json"
+    if dtype is not None:  # has the dtype of the model, to which the loader would convert
         path.write_text(
             json.dumps(json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}, indent=2)
         )
+    copied = dict(files or {})
+    # A reward model that began as a language model has another configuration.
+    if json.loads(copied.get("config.json", b"{}")).get("architectures") != model.config.architectures:
+        copied.pop("config.json", None)
+    if generation is None:
+        copied.pop("generation_config.json", None)
+    for name, data in copied.items():
+        (folder / name).write_bytes(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from rftdask.driver.convert import convert
 from rftdask.driver.experiment import Experiment
 from rftdask.errors import UserError
 from rftdask.models.toy import build_toy_model, write_toy_tasks
+from rftdask.storage.temporary import TemporaryFolder
 
 
 def toy(
@@ -29,7 +29,7 @@ def toy(
         raise UserError(f"{folder / 'model'} already exists; name another folder, or remove it")
     write_toy_tasks(folder)
     if warm:
-        with tempfile.TemporaryDirectory(prefix="rftdask-toy-") as root:
+        with TemporaryFolder("toy") as root:
             # The size of the model in config/quickstart.yaml, which starts from this warm-up.
             build_toy_model(Path(root) / "raw", hidden_size=256, intermediate_size=512, num_layers=1, num_heads=8)
             optimizer = {"lr": 4e-4, "lr_warmup_steps": 5, "betas": [0.9, 0.99], "weight_decay": 0.0}

@@ -61,6 +61,14 @@ def _reward_models_are_whole(config: Config) -> Iterator[Problem]:
             yield at, "a reward model is trained whole, and its head reads whole sequences; leave this out"
 
 
+@RULES.reading("mode", "trainer.trainer_type", "algorithm")
+def _parts_fit_together(config: Config) -> Iterator[Problem]:
+    has_algorithm = config.trainer.has_model or config.trainer.is_hosted
+    if config.mode in ("both", "train") and has_algorithm and (problem := config.algorithm.misfit):
+        key, why = problem
+        yield f"algorithm.{key}", why
+
+
 @RULES.reading("algorithm.rollout_correction")
 def _correction_takes_its_arguments(config: Config) -> Iterator[Problem]:
     [part] = registered_parts("rollout_correction").values()  # there is one, which the key names by being there

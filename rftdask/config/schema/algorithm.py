@@ -5,7 +5,7 @@ table is kept by hand. A user's own part is imported.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal
 
@@ -58,6 +58,50 @@ def load_part(key: str, name: str, plugin_dirs: Sequence[str] = ()) -> Any:
 def warn_once(message: str) -> None:
     """Issue a FutureWarning once per process."""
     warnings.warn(message, FutureWarning, stacklevel=4)
+
+
+def misfit(
+    parts: Mapping[str, tuple[str, Any]], given: Collection[str], active: Collection[str], loss_agg_mode: str
+) -> tuple[str, str] | None:
+    """Return the key and the reason, with the remedy, of the first parts that cannot be combined; None: all can.
+
+    Args:
+        parts: key -> (name, part), registered or imported, of algorithm_type, policy_loss_fn and, if there is one,
+            advantage_fn.
+        given: keys of the section that are not left to the algorithm type.
+        active: those of kl_penalty_fn, kl_loss_fn, entropy_loss_fn and rollout_correction that contribute.
+        loss_agg_mode: the mode that applies.
+    """
+    (type_name, kind), (loss_name, loss) = parts["algorithm_type"], parts["policy_loss_fn"]
+    advantage_name, advantage = parts.get("advantage_fn", ("", None))
+    type_of, uses = f"algorithm_type {type_name!r}", bool(trait(loss, "uses_advantages", True))
+    schema, read = trait(kind, "schema"), trait(loss, "schema", "experience")
+    # The advantage function may select the rollouts to imitate.
+    reads = uses or (advantage is not None and bool(trait(advantage, "only_selects")))
+    surplus = [key for key in ("advantage_fn", "advantage_fn_args") if key in given and not reads]
+    if surplus:
+        why = f"policy_loss_fn {loss_name!r} takes no advantages; remove {surplus[0]} from {type_of}"
+        return surplus[0], f"{why} (its arguments are policy_loss_fn_args)"
+    if uses and advantage is None:
+        return "policy_loss_fn", f"policy_loss_fn {loss_name!r} needs an advantage_fn; {type_of} has none"
+    if reads and trait(advantage, "uses_critic") and not trait(kind, "has_critic"):
+        why = f"advantage_fn {advantage_name!r} needs a critic and {type_of} has none"
+        return "advantage_fn", f"{why}; use algorithm_type 'ppo'"
+    if read not in ("any", schema):
+        return "policy_loss_fn", f"policy_loss_fn {loss_name!r} reads {read!r} rows, {type_of} has {schema!r}"
+    if (only := trait(loss, "only_agg_mode")) not in (None, loss_agg_mode):
+        return "loss_agg_mode", f"policy_loss_fn {loss_name!r} needs loss_agg_mode {only!r}, not {loss_agg_mode!r}"
+    useless = [key for key in ("kl_penalty_fn", "rollout_correction") if key in active and schema != "experience"]
+    if useless:
+        why = f"{schema!r} rows have neither rewards nor recorded logprobs"
+        return useless[0], f"{why}: {type_of} takes neither kl_penalty_fn nor rollout_correction"
+    terms = [key for key in ("kl_loss_fn", "kl_penalty_fn", "entropy_loss_fn") if key in active]
+    if trait(loss, "scores_sequences") and (terms or trait(loss, "uses_reference")):
+        why = f"policy_loss_fn {loss_name!r} trains a reward model, which has no logprobs"
+        return (terms or ["policy_loss_fn"])[0], f"{why}; remove {' and '.join(terms or ['its uses_reference'])}"
+    if "kl_penalty_fn" in active and not uses:
+        return "kl_penalty_fn", f"kl_penalty_fn changes rewards, and {type_of} reads none; use kl_loss_fn"
+    return None
 
 
 registered_strategies = partial(read_parts, "rftdask.buffer.batches.selection", "sample_strategy")
@@ -162,6 +206,34 @@ class AlgorithmConfig(Section):
         chosen = own or self._of_type("advantage_fn")
         registered = registered_parts("advantage_fn")
         return trait(lookup_part("advantage_fn", chosen, registered), name, default) if chosen else default
+
+    @property
+    def misfit(self) -> tuple[str, str] | None:
+        """Key and reason why the parts cannot be combined; None: they can, or one is the user's own."""
+        kind = registered_parts("algorithm_type").get(self.algorithm_type)
+        names = {key: getattr(self, key) or (kind and trait(kind, key)) for key in ("policy_loss_fn", "advantage_fn")}
+        found = {key: (name, registered_parts(key).get(name)) for key, name in names.items() if name}
+        if kind is None or any(part is None for _, part in found.values()):
+            return None
+        mode = self.loss_agg_mode or (self.policy_loss_fn_args or {}).get("loss_agg_mode")
+        mode = mode or trait(found["policy_loss_fn"][1], "only_agg_mode") or trait(kind, "loss_agg_mode")
+        given = [key for key in ("advantage_fn", "advantage_fn_args") if getattr(self, key)]
+        active = [key for key in ("kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn") if self._contributes(key, kind)]
+        if (self.rollout_correction or {}).get("method", "none") != "none":
+            active.append("rollout_correction")
+        return misfit({"algorithm_type": (self.algorithm_type, kind), **found}, given, active, mode)
+
+    def _contributes(self, key: str, kind: RegisteredPart) -> bool:
+        """True if a term is part of the objective. A user's own term counts as none."""
+        usual = trait(kind, key, "none")
+        name = getattr(self, key) or usual
+        part = registered_parts(key).get(name)
+        if part is None or name == "none":
+            return False
+        usual_args = trait(kind, f"{key}_args", {}) if name == usual else {}
+        args = {**part.traits, **usual_args, **(getattr(self, f"{key}_args") or {})}
+        coefs = ("entropy_coef",) if key == "entropy_loss_fn" else ("kl_coef", "adaptive", "final_coef")
+        return any(args.get(coef) for coef in coefs)
 
     @property
     def usual_repeat_times(self) -> int:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rftdask.config.trinity.reference_keys import TABLE
+from rftdask.config.trinity.reference_keys import REFERENCE_KEYS, TABLE
 
 Note = tuple[str, str]
 """(path of a key, message about it)."""
@@ -22,6 +22,8 @@ VERL: Mapping[str, str] = TABLE["verl"]
 """veRL's keys below `trainer.trainer_config` -> keys here."""
 NEEDLESS: Mapping[str, str] = TABLE["needless"]
 """veRL's keys without effect -> why."""
+REFUSED = [key for key in REFERENCE_KEYS["TrainerConfig"] if key.startswith("trainer_config.")]
+"""veRL's keys that the checks refuse, below `trainer`."""
 OF_THE_POLICY: Mapping[str, str] = TABLE["policy"]
 """Keys of `explorer.rollout_model` -> keys of `model`."""
 TINKER = ("trainer.trainer_type", "explorer.rollout_model.engine_type")
@@ -119,19 +121,25 @@ def _move_megatron(tree: dict[str, Any], notes: list[Note]) -> None:
 
 
 def _move_trainer_config(tree: dict[str, Any], notes: list[Note]) -> None:
-    """veRL's own section, leaf by leaf."""
-    verl = section(tree, "trainer.trainer_config")
+    """veRL's own section, leaf by leaf. Those that are refused stay, by their whole path."""
+    verl, refused = section(tree, "trainer.trainer_config"), dict[str, Any]()
+    sizes = section(verl, "actor_rollout_ref.actor.megatron")
+    if sizes.get("expert_model_parallel_size") == sizes.get("tensor_model_parallel_size"):
+        sizes.pop("expert_model_parallel_size", None)  # experts go to the ranks that split layers
     for path, value in leaves(verl):
         at = f"trainer.trainer_config.{path}"
         # The dot at the end keeps apart keys that begin alike.
         needless = next((why for key, why in NEEDLESS.items() if f"{path}.".startswith(f"{key}.")), None)
         if (ours := VERL.get(path)) is not None:
             _move(tree, at, ours, value, notes)
+        elif f"trainer_config.{path}" in REFUSED:
+            refused[f"trainer_config.{path}"] = value
         else:
             why = needless or "it configures veRL, which is not used, and no key here replaces it"
             notes.append((at, f"ignored: {why}"))
     if verl:
         del tree["trainer"]["trainer_config"]
+        tree["trainer"] |= refused
 
 
 def _move_policy(tree: dict[str, Any], notes: list[Note]) -> None:

@@ -16,7 +16,6 @@ import os
 import queue
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from rftdask.data.juicer.base import SILENCE_S, Juicer, OperatorResult, Pipeline
 from rftdask.data.juicer.environment import Environment
 from rftdask.errors import DataError, NotInstalledError, ProcessLostError, UserError, WaitTimeout
 from rftdask.storage.safe_text import safe
+from rftdask.storage.temporary import TemporaryFolder
 
 _POLL_INTERVAL_S, _CLOSE_S = 1.0, 5.0
 _TAIL_LINES = 20
@@ -55,7 +55,7 @@ class JuicerProcess(Juicer):
         Args: log_file: None: a temporary file. only_check: only check that the operators and their arguments exist.
         Raises: UserError: an operator or an argument does not exist; NotInstalledError: an operator needs a package.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="rftdask-")
+        self._folder = TemporaryFolder("juicer")
         self._log_file, self._silence_s = log_file or Path(self._folder.name, "log"), silence_s
         # PYTHONPATH is for our interpreter, and RAY_JOB would start Ray.
         variables = {key: value for key, value in os.environ.items() if key not in ("RAY_JOB", "PYTHONPATH")}

@@ -9,7 +9,6 @@ Letters: N rows of the batch; B rows of a micro-batch; T response tokens of the 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,7 +29,7 @@ from rftdask.buffer.batches.batch import TrainingBatch, mismatched
 from rftdask.buffer.batches.lineage import parent_storage, read_parent
 from rftdask.config import Config
 from rftdask.config.schema.model import LoraConfig
-from rftdask.data.images import ImageProcessor, copy_processor
+from rftdask.data.images import ImageProcessor
 from rftdask.errors import DataError, UserError
 from rftdask.models import lora as adapters
 from rftdask.models.host_copy import HostCopy
@@ -39,6 +38,7 @@ from rftdask.processes.gpus import use_device
 from rftdask.processes.ranks import Ranks
 from rftdask.storage import open_storage
 from rftdask.storage.base import Data
+from rftdask.storage.temporary import TemporaryFolder
 from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
 from rftdask.synchronizer.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER, MODEL_FILE, model_file
 from rftdask.trainer import model as policies
@@ -168,6 +168,9 @@ class TorchEngine(TrainEngine):
         engine_dtype = config.explorer.rollout_model.dtype_on(device)
         self._published_dtype = torch.float32 if self._lora is not None else getattr(torch, engine_dtype)
         self._dtype_at_rest = policies.dtype_at_rest(self._path, trust_remote_code=trusted)
+        # Read now: the folder may be gone when the run ends.
+        self._read_only_files = policies.read_only_files(self._path) if self._ranks.is_rank0 else {}
+        self._check_export()
         self._adapter_settings = {} if self._lora is None else adapters.begin(self._model, self._lora)
         # Tensor names in the model -> in the adapter file; empty if all weights are trained.
         self._adapter = {} if self._lora is None else adapters.adapter_names(self._model)
@@ -321,7 +324,8 @@ class TorchEngine(TrainEngine):
                 updates.append(update_metrics)
         metrics |= over_updates(updates)
         # The metrics are the same on all ranks, and so are the coefficients of the next step.
-        self._kl_coefs[:] = torch.tensor(next_kl_coefs(algorithm, self._kl_coefs.tolist(), metrics, len(batch)))
+        coefs = next_kl_coefs(algorithm, self._kl_coefs.tolist(), metrics, len(batch))
+        self._kl_coefs = torch.tensor(coefs, dtype=torch.float64)
         return metrics
 
     @torch.no_grad()
@@ -587,10 +591,29 @@ class TorchEngine(TrainEngine):
             adapters.load_adapter(model, named, "the trainer")
             tensors = {}
             adapters.merged(model)
-        with tempfile.TemporaryDirectory(prefix="rftdask-export-") as folder:
-            policies.export_hf(model, self._tokenizer, Path(folder), tensors or None, dtype=self._dtype_at_rest)
-            copy_processor(self._path, Path(folder))
+        with TemporaryFolder("export") as folder:
+            self._export(model, Path(folder), tensors or None)
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+    def _check_export(self) -> None:
+        """Export everything but the weights on rank 0, to report what would end the run at its last step.
+
+        Raises: DataError: the model can be loaded, but not saved.
+        """
+        if not self._ranks.is_rank0:
+            return
+        try:
+            with TemporaryFolder("export") as folder:
+                self._export(self._model, Path(folder), {})
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(
+                f"model.model_path {self._path} cannot be saved after training: {error}; correct this first"
+            ) from error
+
+    def _export(self, model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor] | None) -> None:
+        policies.export_hf(
+            model, self._tokenizer, folder, tensors, dtype=self._dtype_at_rest, files=self._read_only_files
+        )
 
     def _load_reference(self) -> Callable[..., Scores]:
         """Load the initial policy; with new adapters it is the policy with its adapters turned off."""

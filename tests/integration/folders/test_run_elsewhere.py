@@ -47,6 +47,8 @@ def cancelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert call_cli("cancel", str(folder)).out == f"no process works on {folder}\n"
     status = json.loads(call_cli("status", str(folder), "--json").out)
     assert status["why"] == "stopped" and status["stages"][1]["checkpoint"] == num_steps(folder / "learn")
+    ends = [json.loads(call_cli("status", str(folder / stage), "--json").out)["why"] for stage in ("look", "learn")]
+    assert ends == ["finished", "stopped"], "the folder of a stage has its own end"
     # Terminal output: each path is on a line of its own and exists.
     lines = last.out.split(f"Files are in {folder}\n")[1].split("\n\n")
     files = [line.split()[0] for line in lines[0].splitlines()]

@@ -23,7 +23,7 @@ from rftdask.config.check import walk
 from rftdask.config.schema import algorithm, buffer, cluster, explorer, model, optimizer, run, trainer
 from rftdask.config.trinity.reference_keys import REFERENCE_KEYS as WITHOUT_FIELD
 from rftdask.config.trinity.reference_keys import Derived, Ignored, Missing, Renamed, Secret
-from rftdask.config.trinity.translate import MEGATRON, OF_THE_POLICY
+from rftdask.config.trinity.translate import MEGATRON, OF_THE_POLICY, REFUSED
 
 KEYS = dict(walk(Config))
 SCHEMAS = [algorithm, buffer, cluster, explorer, model, optimizer, run, trainer]
@@ -154,7 +154,8 @@ def test_every_key_of_the_reference_is_known_and_has_its_default(path: str) -> N
 
 def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
     ours: dict[str, set[str]] = {}
-    for path in KEYS.keys() - REFERENCE_KEYS.keys():
+    of_verl = {f"trainer.{key}" for key in REFUSED}
+    for path in KEYS.keys() - REFERENCE_KEYS.keys() - of_verl:
         if is_leaf(path) and reachable(path) and not is_not_settable(path):
             section, _, key = re.sub(r"(eval_)?tasksets?(\[\])?\.", "<taskset>.", path).rpartition(".")
             section = re.sub(r"(?<=slurm\.)(controller|trainer|explorer|auxiliary)", "<role>", section)

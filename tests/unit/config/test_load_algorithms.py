@@ -179,3 +179,43 @@ def test_an_eval_buffer_is_a_file_by_default() -> None:
 def test_videos_are_read_and_mini_batches_counted() -> None:
     assert config(grpo(), "buffer.explorer_input.taskset.format.video_key=video").reads_videos
     assert config(grpo(), "buffer.batch_size=3", "trainer.ppo_mini_batch_size=8").num_mini_batches == 3
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({"advantage_fn": "ppo"}, "advantage_fn: advantage_fn 'ppo' needs a critic and algorithm_type 'grpo' has none"),
+        ({"policy_loss_fn": "dpo"}, "policy_loss_fn: policy_loss_fn 'dpo' reads 'dpo' rows"),
+        ({"algorithm_type": "raft", "kl_penalty_fn": "k1"}, "kl_penalty_fn: kl_penalty_fn changes rewards, and"),
+        (
+            {"algorithm_type": "sft", "advantage_fn_args": {"std": "none"}},
+            "advantage_fn_args: policy_loss_fn 'sft' takes no advantages; remove advantage_fn_args from",
+        ),
+        ({"algorithm_type": "sft", "policy_loss_fn": "ppo"}, "policy_loss_fn: policy_loss_fn 'ppo' needs an advantage"),
+        (
+            {"algorithm_type": "dpo", "loss_agg_mode": "token-mean"},
+            "loss_agg_mode: policy_loss_fn 'dpo' needs loss_agg",
+        ),
+        ({"algorithm_type": "dpo", "kl_penalty_fn": "k1"}, "kl_penalty_fn: 'dpo' rows have neither rewards nor"),
+        (
+            {"algorithm_type": "sft", "rollout_correction": {"method": "mask"}},
+            "rollout_correction: 'sft' rows have neither rewards nor",
+        ),
+        (
+            {"algorithm_type": "reward_model", "kl_loss_fn": "k2"},
+            "kl_loss_fn: policy_loss_fn 'bradley_terry' trains a reward model, which has no logprobs; remove",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_combined_are_refused(section: dict[str, Any], line: str) -> None:
+    """By the key that is in the file, without importing torch."""
+    on_rows = section.get("algorithm_type", "raft") not in ("grpo", "raft")
+    tree = sft(algorithm=section) if on_rows else grpo(algorithm=section)
+    assert any(problem.startswith(f"algorithm.{line}") for problem in problems(tree)), problems(tree)
+    assert load_config({**grpo(algorithm=section), "mode": "explore"}) if not on_rows else True
+
+
+@pytest.mark.parametrize("kind", registered_parts("algorithm_type"))
+def test_the_parts_of_every_algorithm_type_fit_together(kind: str) -> None:
+    assert AlgorithmConfig(algorithm_type=kind).misfit is None
+    assert AlgorithmConfig(algorithm_type=kind, kl_penalty_fn="none", kl_loss_fn_args={"kl_coef": 0}).misfit is None

@@ -115,6 +115,21 @@ def test_a_reward_model_keeps_its_head(small: str, tmp_path: Path) -> None:
     assert_close(model(IDS).logits, engine._model(IDS).logits)
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+def test_files_that_are_only_read_are_copied_unchanged(small: str, tmp_path: Path, lora: bool) -> None:
+    """Also a temperature without do_sample, which transformers reads and refuses to write."""
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95, "eos_token_id": [1, 5]}')
+    (model / "tokenizer_config.json").write_text((model / "tokenizer_config.json").read_text() + "\n")
+    run, engine = make_run(str(model), tmp_path, lora)
+    exported = engine.export_files()
+    convert(run, tmp_path / "out")
+    names = {path.name for path in model.iterdir()} - {"model.safetensors"}
+    assert len(names) == 5
+    for name in sorted(names):
+        assert exported[name] == (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes(), name
+
+
 def test_adapters_are_written_in_peft_layout(small: str, tmp_path: Path) -> None:
     run, engine = make_run(small, tmp_path, lora=True)
     convert(run, tmp_path / "out", merge_lora=False)

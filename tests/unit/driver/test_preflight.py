@@ -197,10 +197,7 @@ def test_stages_are_all_checked_without_repeated_errors(world: World) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "algorithm.advantage_fn=ppo",
-            "algorithm: advantage_fn 'ppo' needs a critic and algorithm_type 'grpo' has none",
-        ),
+        ("algorithm.kl_loss_fn_args={adaptive: true}", "algorithm: kl_loss_fn 'k2': adaptive needs target_kl"),
         ("algorithm.policy_loss_fn=no_such.Loss", "policy loss 'no_such.Loss': cannot import 'no_such'"),
         ("algorithm.policy_loss_fn_args={clip_range: -1}", "clip_range_low must be within [0, 1]"),
         ("algorithm.rollout_correction={method: cut}", "method is 'cut'; allowed:"),

@@ -69,6 +69,12 @@ FREE = {
     "monitor.monitor_type": "none",
     "log.level": "DEBUG",
     "synchronizer.sync_timeout": "5",
+    "synchronizer.sync_method": "memory",
+    "buffer.trainer_input.experience_buffer.retention.keep": "thin",
+    "explorer.listen_address": "127.0.0.2",
+    "explorer.proxy_port": "8123",
+    "explorer.sandbox.max_processes": "3",
+    "trainer.name": "learner",
     "checkpoint_root_dir": "/somewhere/else",
 }
 

@@ -19,7 +19,7 @@ import rftdask
 from rftdask.errors import StorageError
 from rftdask.storage import local
 from rftdask.storage.base import TMP_PREFIX
-from rftdask.storage.local import LocalStorage
+from rftdask.storage.local import LocalStorage, read_whole
 
 WRITER = """
 import sys
@@ -175,3 +175,15 @@ def test_a_remover_killed_in_the_middle_leaves_no_half_folder(store: LocalStorag
     remover = start_python(REMOVER, store.url)
     kill_when(lambda: bool(os.listdir(store.url)) and os.listdir(store.url) != ["run"], remover)
     assert store.list() == []
+
+
+@pytest.mark.parametrize("size", [None, 8])
+def test_a_file_that_is_not_ready_is_not_taken_as_ended(size: int | None) -> None:
+    read_end, write_end = os.pipe2(os.O_NONBLOCK)
+    with open(read_end, "rb", buffering=0) as file, open(write_end, "wb", buffering=0) as writer:
+        writer.write(b"half")
+        with pytest.raises(BlockingIOError):
+            read_whole(file, size)
+        writer.write(b"all")
+        writer.close()
+        assert read_whole(file, size) == b"all"

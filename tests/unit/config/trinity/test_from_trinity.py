@@ -24,7 +24,7 @@ from rftdask.config.schema.algorithm import registered_parts
 from rftdask.config.schema.buffer import registered_rewards, registered_workflows
 from rftdask.config.trinity.reference_defaults import _AUXILIARY, DEFAULTS
 from rftdask.config.trinity.reference_keys import REFERENCE_NAMES, Derived, Ignored, Missing, Renamed, Secret
-from rftdask.config.trinity.translate import MEGATRON, NEEDLESS, OF_THE_POLICY, VERL
+from rftdask.config.trinity.translate import MEGATRON, NEEDLESS, OF_THE_POLICY, REFUSED, VERL
 from rftdask.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]
@@ -184,6 +184,7 @@ def page() -> str:
     lines += ["", "## veRL's keys, below `trainer.trainer_config`", "", "| key | here |", "|---|---|"]
     lines += [f"| `{key}` | taken as `{ours}` |" for key, ours in VERL.items()]
     lines += [f"| `{key}` | without effect, warned of: {why} |" for key, why in NEEDLESS.items()]
+    lines += [f"| `{key.removeprefix('trainer_config.')}` | as below `trainer.megatron` |" for key in REFUSED]
     lines += [
         "| any other | without effect, warned of |",
         "",

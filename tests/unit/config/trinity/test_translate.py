@@ -110,8 +110,9 @@ def test_megatron_keys_are_translated_with_notes(settings: list[str], sizes: tup
     ],
 )
 def test_unsupported_megatron_sizes_are_refused(sizes: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        loaded(f"trainer.megatron={{{sizes}}}")
+    for place in ("trainer.megatron", "trainer.trainer_config.actor_rollout_ref.actor.megatron"):
+        with pytest.raises(ConfigError, match=rf"{place}\.(pipeline|expert)_model_parallel_size: .*{why}"):
+            loaded(f"{place}={{{sizes}}}")
 
 
 def test_a_stage_has_keys_of_verl_of_its_own() -> None:

@@ -4,6 +4,7 @@ tokens.
 
 import base64
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +303,17 @@ def test_a_replaced_local_file_is_damage_and_removed(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match="does not match the hash"):
         folder.read(name)
     assert folder.put(png(picture(1))) == name and folder.read(name) == png(picture(1))
+
+
+@pytest.mark.parametrize("target", ["folder", "file", "missing"])
+def test_a_link_in_the_shared_folder_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    link = tmp_path / f"rftdask-media-{os.getuid()}"
+    link.symlink_to(tmp_path / target)
+    with pytest.raises(UserError, match=f"{link} belongs to another user, or is a link; set TMPDIR"):
+        ImageFolder()
+    assert not any((tmp_path / "folder").iterdir())

@@ -402,3 +402,19 @@ def test_no_array_of_all_rows_by_the_longest_is_made(tmp_path: Path, algorithm: 
         engine.train_step(batch, 1)
     # A pass has 1,000 tokens, and 258 logits for each.
     assert largest.num_elements <= 300_000
+
+
+def test_a_model_that_cannot_be_saved_is_not_trained(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(DataError, match=r"policy cannot be saved after training: .*missing"):
+        engine(models, "grpo")
+
+
+def test_a_constant_kl_coefficient_stays_exact(models: Path) -> None:
+    parts = {"kl_loss_fn_args": {"kl_coef": 0.001}}
+    trained = engine(models, "grpo", parts)
+    for step in (1, 2):
+        trained.train_step(rollouts(seed=step), step)
+    assert load(bytes(trained.state_files()["actor/kl_coefs.safetensors"]))["kl"].tolist() == [0.001, 0.001]
