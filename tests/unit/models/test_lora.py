@@ -4,6 +4,7 @@ export merges them; a resumed run continues to the bit.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.config import load_config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.engines.base import GenerateRequest, SamplingParams
+from rftdask.engines.client import EngineClient
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import add_adapter, begin
@@ -29,10 +31,12 @@ from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from tests.numerics import assert_close, assert_same_logprobs
+from tests.unit.engines.engine_contract import engine_spec
 from tests.unit.synchronizer.sync_cases import publish_weights
 from tests.unit.trainer.engines.test_torch_engine import SIZES, rollouts
 from tests.unit.trainer.trainer_cases import engine_config
 
+DEADLINE_S = 120.0
 KINDS = {
     "plain": LoraConfig(lora_rank=4, lora_alpha=8),
     "rslora": LoraConfig(lora_rank=4, lora_alpha=8, use_rslora=True, target_modules=("q_proj", "down_proj")),
@@ -149,6 +153,32 @@ def test_training_continues_from_an_adapter_folder(model_folder: str, tmp_path: 
     assert second.weights()["adapter_model.safetensors"] == first.weights()["adapter_model.safetensors"]
     metrics = second.train_step(rollouts(seed=1), 1)
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)  # the reference begins with the adapter too
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_begins_with_the_given_adapter(kind: str, model_folder: str, tmp_path: Path) -> None:
+    put(tmp_path / "adapter", trained(model_folder, KINDS[kind]).weights())
+    lora = LoraConfig(path=str(tmp_path / "adapter"))
+    spec = engine_spec("transformers", model_folder)
+    client = EngineClient(replace(spec, model=spec.model.model_copy(update={"lora_configs": (lora,)})))
+    try:
+        client.wait_ready()
+        [generation] = client.generate([GenerateRequest((5, 6, 7), SamplingParams(max_tokens=8), seed=3)], DEADLINE_S)
+    finally:
+        client.close()
+    rows = pack_rows([np.array([5, 6, 7, *generation.tokens])], np.array([3]), np.ones(1))
+    assert_same_logprobs(token_logprobs(trainer(model_folder, lora)._model, rows)[0][0], generation.logprobs)
+    bare = EngineClient(spec)
+    bare.close()
+    assert client.weights.content_hash != bare.weights.content_hash, "the records of rollouts name the adapter"
+
+
+def test_an_engine_refuses_an_adapter_that_does_not_exist(model_folder: str, tmp_path: Path) -> None:
+    spec = engine_spec("transformers", model_folder)
+    lora = LoraConfig(path=str(tmp_path / "missing"))
+    client = EngineClient(replace(spec, model=spec.model.model_copy(update={"lora_configs": (lora,)})))
+    with pytest.raises(DataError, match=r"missing.*adapter_config\.json"):
+        client.wait_ready()
 
 
 def test_adapter_files_are_published_and_loaded(model_folder: str) -> None:
