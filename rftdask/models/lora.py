@@ -7,6 +7,8 @@ weights of the model itself.
 from __future__ import annotations
 
 import json
+import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +100,10 @@ def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> dict[str
         raise UserError("model.lora_configs needs the extra lora: pip install 'rftdask[lora]'") from error
     try:
         config = peft.LoraConfig(**settings)
-        peft.inject_adapter_in_model(config, model, _NAME)
+        with warnings.catch_warnings():
+            # `merged` unties such layers.
+            warnings.filterwarnings("ignore", ".*tie_word_embeddings=True. and a tied layer is part of the adapter")
+            peft.inject_adapter_in_model(config, model, _NAME)
     except (ValueError, TypeError) as error:
         raise DataError(f"LoRA adapters cannot be added to {type(model).__name__}: {error}") from error
     plain = config.to_dict() | {"peft_type": "LORA", "inference_mode": True}
@@ -164,7 +169,11 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
 
 def merged(model: Model) -> Model:
-    """Add the adapters to the weights of the model, in place, and remove them; returns the model."""
+    """Add the adapters to the weights of the model, in place, and remove them; returns the model.
+
+    A layer with an adapter no longer shares its weight with another layer, such as the head with the embeddings.
+    """
+    _untie(model)
     for name, module in list(model.named_modules()):
         # The list predates replacements, so a module may no longer be part of the model.
         if module in _tuned_layers(model):
@@ -172,6 +181,22 @@ def merged(model: Model) -> Model:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, module.get_base_layer())
     return model
+
+
+def _untie(model: torch.nn.Module) -> None:
+    owners = defaultdict[torch.nn.Parameter, list[torch.nn.Module]](list)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter].append(module)
+    bases = {layer.get_base_layer() for layer in _tuned_layers(model)}
+    for parameter, modules in owners.items():
+        # The first one keeps the parameter.
+        for module in modules[1:] if bases.intersection(modules) else ():
+            names = [name for name, value in module.named_parameters(recurse=False) if value is parameter]
+            for name in names:
+                setattr(module, name, torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+            config: Any = model.config
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 
 def _tuned_layers(model: torch.nn.Module) -> list[BaseTunerLayer]:

@@ -114,6 +114,37 @@ class TestPublished:
         assert first.state_files() == second.state_files()
 
 
+@pytest.fixture(scope="module")
+def tied_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tied")
+    policy, tokenizer = load_policy(model_folder, "float32", "cpu")
+    policy.config.tie_word_embeddings = True
+    policy.tie_weights()
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("target", [("q_proj", "lm_head"), ("embed_tokens",), ("embed_tokens", "lm_head")])
+def test_adapters_of_tied_embeddings_stay_apart(tied_folder: str, tmp_path: Path, target: tuple[str, ...]) -> None:
+    lora = LoraConfig(lora_rank=4, target_modules=target)
+    policy = trained(tied_folder, lora)
+    ids = torch.arange(2, 12)[None]
+    files = policy.weights()
+    put(tmp_path / "weights", files)
+    engine = TransformersEngine(tied_folder)
+    engine.load_weights(2, [tmp_path / "weights" / name for name in files])
+    assert_close(engine._model(ids).logits, policy._model(ids).logits)
+    model = exported(policy, tmp_path / "export")
+    assert_close(model(ids).logits, policy._model(ids).logits)
+    assert not model.config.tie_word_embeddings
+
+
+def test_an_export_of_other_adapters_stays_tied(tied_folder: str, tmp_path: Path) -> None:
+    model = exported(trained(tied_folder, KINDS["rslora"]), tmp_path / "export")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
 def test_only_adapters_are_trained_checkpointed_and_published(model_folder: str) -> None:
     engine = trained(model_folder, KINDS["plain"])
     start = load_policy(model_folder, "float32", "cpu")[0].state_dict()
