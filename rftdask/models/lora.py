@@ -122,9 +122,20 @@ def adapter_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Load the values of a PEFT file into the adapters of `model`. Raises: DataError: names or shapes differ."""
-    parameters = dict(model.named_parameters())
+    """Load the values of a PEFT file into the adapters of `model`.
+
+    By default PEFT also saves the base weights of a head or of embeddings with adapters; they must be those of `model`.
+    Raises: DataError: names, shapes or base weights differ.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     names = adapter_names(model)
+    base = {
+        name: parameters[name.removeprefix(_PREFIX)] for name in tensors if name.removeprefix(_PREFIX) in parameters
+    }
+    for name, weight in base.items():
+        if not _is_same(weight.detach(), tensors[name]):
+            raise DataError(f"the adapter in {where} was trained on another base model: its {name} differs")
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in base}
     # Checked before anything is copied: a file that does not fit changes nothing.
     expected = {file_name: tuple(parameters[name].shape) for name, file_name in names.items()}
     actual = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -138,6 +149,14 @@ def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: s
     with torch.no_grad():
         for name, file_name in names.items():
             parameters[name].copy_(tensors[file_name])
+
+
+def _is_same(weight: Tensor, other: Tensor) -> bool:
+    # Up to the rounding of the narrower data type. Of a weight that is spread over ranks only the shape is compared.
+    if weight.shape != other.shape or hasattr(weight, "full_tensor"):
+        return weight.shape == other.shape
+    rounding = max(torch.finfo(weight.dtype).eps, torch.finfo(other.dtype).eps)
+    return torch.allclose(weight.float(), other.to(weight.device).float(), rtol=rounding, atol=rounding**2)
 
 
 def load_files(model: PreTrainedModel, config_file: Path, tensors_file: Path) -> None:

@@ -4,15 +4,16 @@ export merges them; a resumed run continues to the bit.
 
 import json
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load
+from safetensors.torch import load, save
 from transformers import AutoModelForCausalLM
 
 from rftdask.algorithm.compose import make_algorithm
@@ -22,7 +23,7 @@ from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.client import EngineClient
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError, UserError
-from rftdask.models.lora import add_adapter, begin
+from rftdask.models.lora import add_adapter, begin, initial_files
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
 from rftdask.synchronizer.manifest import write_folder
@@ -91,7 +92,9 @@ class TestPublished:
     def test_peft_reads_the_two_files(self, kind: str, model_folder: str, tmp_path: Path) -> None:
         policy = trained(model_folder, KINDS[kind])
         put(tmp_path / "weights", policy.weights())
-        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "weights")
+        theirs = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "weights"
+        )
         ids = torch.arange(2, 12)[None]
         assert_close(theirs(ids).logits, policy._model(ids).logits)
 
@@ -138,6 +141,41 @@ def test_adapters_of_tied_embeddings_stay_apart(tied_folder: str, tmp_path: Path
     model = exported(policy, tmp_path / "export")
     assert_close(model(ids).logits, policy._model(ids).logits)
     assert not model.config.tie_word_embeddings
+
+
+@pytest.fixture
+def with_base(tied_folder: str, tmp_path: Path) -> Path:
+    """An adapter as PEFT itself saves it by default, with the base weight of the head."""
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    with warnings.catch_warnings(action="ignore"):
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tied_folder), lora)
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_with_its_base_weights_is_loaded(tied_folder: str, with_base: Path, dtype: str) -> None:
+    tensors = load((with_base / "adapter_model.safetensors").read_bytes())
+    assert "base_model.model.lm_head.base_layer.weight" in tensors
+    model = load_policy(tied_folder, dtype, "cpu")[0]
+    begin(model, LoraConfig(path=str(with_base)))
+    assert torch.equal(model.lm_head.lora_B.default.weight, tensors["base_model.model.lm_head.lora_B.weight"])
+    engine = TransformersEngine(tied_folder, dtype=dtype)
+    engine.load_weights(0, initial_files(LoraConfig(path=str(with_base))))
+    assert engine.policy_version == 0
+
+
+def test_an_adapter_of_other_base_weights_is_refused(tied_folder: str, with_base: Path) -> None:
+    file = with_base / "adapter_model.safetensors"
+    tensors = load(file.read_bytes())
+    tensors["base_model.model.lm_head.base_layer.weight"][0] += 1.0
+    file.write_bytes(save(tensors))
+    with pytest.raises(DataError, match=r"another base model: .*lm_head\.base_layer\.weight"):
+        begin(load_policy(tied_folder, "float32", "cpu")[0], LoraConfig(path=str(with_base)))
 
 
 def test_an_export_of_other_adapters_stays_tied(tied_folder: str, tmp_path: Path) -> None:
