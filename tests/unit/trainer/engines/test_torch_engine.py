@@ -402,3 +402,10 @@ def test_no_array_of_all_rows_by_the_longest_is_made(tmp_path: Path, algorithm: 
         engine.train_step(batch, 1)
     # A pass has 1,000 tokens, and 258 logits for each.
     assert largest.num_elements <= 300_000
+
+
+@pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1])
+def test_every_seed_of_a_run_can_train(tmp_path: Path, seed: int) -> None:
+    build_toy_model(tmp_path / "policy", **SIZES)
+    engine = TorchEngine(engine_config(str(tmp_path / "policy"), seed=seed), make_algorithm("grpo"))
+    assert engine.train_step(rollouts(seed=1), 1)["grad_norm"] > 0.0
