@@ -232,7 +232,9 @@ def _open_folder(filesystem: Any, root: str, path: str, split: str, subset_name:
 
 
 def _names_in(filesystem: Any, folder: str) -> list[str]:
-    return sorted(entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(folder, detail=False))
+    entries = {entry.rstrip("/") for entry in filesystem.ls(folder, detail=False)}
+    # An object store may list the folder itself, by the empty object that marks it.
+    return sorted(entry.rpartition("/")[2] for entry in entries - {folder.rstrip("/")})
 
 
 def _neighbors(filesystem: Any, root: str) -> str:

@@ -126,7 +126,7 @@ class Engine(EngineTraits, ABC):
     """
 
     policy_version: int = 0
-    """Version of the served weights. 0: as in the model folder."""
+    """Version of the served weights. 0: those that training begins with."""
     dtype: str = "float32"
     """Data type of the computation."""
     cache_tokens: int | None = None

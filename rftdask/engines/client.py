@@ -300,8 +300,10 @@ class EngineClient(AskedEngine):
         """Start the child process and return while it loads its model; see `wait_ready`."""
         super().__init__()
         self.spec = spec
-        folder = Path(spec.section.model_path or spec.model.model_path)
-        self.weights = Published(0, "", _folder_hash(folder))
+        folders = [spec.section.model_path or spec.model.model_path]
+        if spec.section.model_path is None:  # the policy, which may begin with an adapter
+            folders += [lora.path for lora in spec.model.lora_configs or () if lora.path is not None]
+        self.weights = Published(0, "", _content_hash(folders))
         self._copy: NodeCache | None = None
         """Files of the served weights on this machine, shared with its other engines."""
         self._fetched: NodeCache | None = None
@@ -535,9 +537,10 @@ class EngineClient(AskedEngine):
                 copy.close()
 
 
-def _folder_hash(folder: Path) -> str:
-    # Content hash of the weights in a model folder, 16 hex digits. "": not a local folder.
-    digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
+def _content_hash(folders: Sequence[str]) -> str:
+    # Content hash of the weights in model and adapter folders, 16 hex digits. "": not local folders.
+    digest = hashlib.sha256()
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.safetensors"))]
     for path in files:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

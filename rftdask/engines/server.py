@@ -26,6 +26,7 @@ from rftdask.config.schema.explorer import InferenceModelConfig, registered_engi
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.hub import local_model
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
+from rftdask.errors import DataError, RoleError
 from rftdask.processes.child import Channel
 from rftdask.processes.device_lock import DeviceLock
 from rftdask.processes.gpus import out_of_memory, use_device
@@ -342,6 +343,15 @@ def _load_engine(spec: Mapping[str, Any], device: str) -> Engine:
         else:
             section = section.model_copy(update={"model_path": staged(local_model(section.model_path))})
     engine = kind.from_config(section, model, device)
+    if section.traits.has_model and not section.traits.is_hosted and section.model_path is None and model.lora_configs:
+        from rftdask.models.lora import initial_files  # late: it needs torch
+
+        # Version 0 is the policy that the trainer begins with.
+        if files := initial_files(model.lora_configs[0]):
+            try:
+                engine.load_weights(0, files)
+            except RoleError as error:
+                raise DataError(f"model.lora_configs[0].path: {error}") from error
     if spec["records_experts"]:
         engine.record_experts()
     log.info("%s is loaded on %s in %s", engine, device, section.dtype)

@@ -18,13 +18,11 @@ from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
 from rftdask.errors import EngineError, RftError, RoleError
-from rftdask.models.tinker_service import ANSWER_TIMEOUT_S, TinkerService, read_sampler_path
+from rftdask.models.tinker_service import ANSWER_TIMEOUT_S, SEEDS, TinkerService, read_sampler_path
 
 _LOOK_S = 0.05
 """Seconds between polls for new requests."""
 _CLOSE_S = 5.0
-_SEEDS = 2**31
-"""Upper bound of the service's seeds."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class TinkerEngine(Engine):
                 raise RoleError(f"{self} cannot answer request {number}: the service does not accept {what}")
         params = types.SamplingParams(
             max_tokens=sampling.max_tokens,
-            seed=request.seed % _SEEDS,
+            seed=request.seed % SEEDS,
             # None: ends at the end tokens of the model. Stop texts are cut when tokens become text.
             stop=[] if sampling.ignore_eos else None,
             temperature=sampling.temperature,

@@ -35,7 +35,7 @@ from rftdask.engines.base import MAX_BAD_TOKENS, MAX_BAD_WORDS, Engine, Generate
 from rftdask.engines.transformers import end_ids
 from rftdask.engines.vllm_follower import Nodes
 from rftdask.errors import DataError, RoleError, UserError
-from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, largest_rank
 from rftdask.processes.device_lock import DEVICES_VARIABLE
 from rftdask.processes.zygote import die_with_parent, socket_folder
 from rftdask.storage.staging import staged
@@ -209,7 +209,7 @@ class VllmEngine(Engine):
             # Room for the fingerprint: its sequences plus the one token that vLLM must sample after each.
             # -1: as long as model and cache allow; otherwise vLLM starts only if the longest sequence fits the cache.
             max_model_len=max(model.max_model_len, SEQUENCE_LENGTH + 1) if policy else section.max_model_len or -1,
-            lora_rank=model.lora_configs[0].lora_rank if policy and model.lora_configs else None,
+            lora_rank=largest_rank(model.lora_configs[0]) if policy and model.lora_configs else None,
             engine_args=own_names | plain(fill_from_environment(section.extra_engine_args)),
             nodes=Nodes.of_this_process() if policy else None,
         )

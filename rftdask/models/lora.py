@@ -7,6 +7,8 @@ weights of the model itself.
 from __future__ import annotations
 
 import json
+import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +40,7 @@ def begin(model: PreTrainedModel, section: LoraConfig) -> dict[str, Any]:
     Raises: DataError: no layer matches, or the initial adapter is missing or does not fit.
     """
     if section.path is not None:  # its settings override those of the section
-        settings = _read_settings(Path(section.path) / ADAPTER_CONFIG_FILE)
+        settings = _settings_in(section.path)
     else:
         target, exclude = section.target_modules, section.exclude_modules
         settings = {
@@ -67,7 +69,24 @@ def needs_weights(section: LoraConfig) -> bool:
     """True if `begin` initializes adapters from the model's weights, as DoRA does. Raises: DataError."""
     if section.path is None:
         return section.use_dora
-    return bool(_read_settings(Path(section.path) / ADAPTER_CONFIG_FILE).get("use_dora"))
+    return bool(_settings_in(section.path).get("use_dora"))
+
+
+def largest_rank(section: LoraConfig) -> int:
+    """Return the largest rank of the adapters of a section: `lora_rank`, or that in its folder. Raises: DataError."""
+    if section.path is None:
+        return section.lora_rank
+    settings = _settings_in(section.path)
+    return max(settings.get("r", section.lora_rank), *(settings.get("rank_pattern") or {}).values(), 1)
+
+
+def initial_files(section: LoraConfig) -> list[Path]:
+    """Return the files of the adapter that training begins with. Empty: a new one, without effect. Raises: DataError:
+    the folder has no adapter of PEFT."""
+    if section.path is None:
+        return []
+    _settings_in(section.path)
+    return [Path(section.path) / name for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE)]
 
 
 def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +100,10 @@ def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> dict[str
         raise UserError("model.lora_configs needs the extra lora: pip install 'rftdask[lora]'") from error
     try:
         config = peft.LoraConfig(**settings)
-        peft.inject_adapter_in_model(config, model, _NAME)
+        with warnings.catch_warnings():
+            # `merged` unties such layers.
+            warnings.filterwarnings("ignore", ".*tie_word_embeddings=True. and a tied layer is part of the adapter")
+            peft.inject_adapter_in_model(config, model, _NAME)
     except (ValueError, TypeError) as error:
         raise DataError(f"LoRA adapters cannot be added to {type(model).__name__}: {error}") from error
     plain = config.to_dict() | {"peft_type": "LORA", "inference_mode": True}
@@ -100,9 +122,20 @@ def adapter_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Load the values of a PEFT file into the adapters of `model`. Raises: DataError: names or shapes differ."""
-    parameters = dict(model.named_parameters())
+    """Load the values of a PEFT file into the adapters of `model`.
+
+    By default PEFT also saves the base weights of a head or of embeddings with adapters; they must be those of `model`.
+    Raises: DataError: names, shapes or base weights differ.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     names = adapter_names(model)
+    base = {
+        name: parameters[name.removeprefix(_PREFIX)] for name in tensors if name.removeprefix(_PREFIX) in parameters
+    }
+    for name, weight in base.items():
+        if not _is_same(weight.detach(), tensors[name]):
+            raise DataError(f"the adapter in {where} was trained on another base model: its {name} differs")
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in base}
     # Checked before anything is copied: a file that does not fit changes nothing.
     expected = {file_name: tuple(parameters[name].shape) for name, file_name in names.items()}
     actual = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -116,6 +149,14 @@ def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: s
     with torch.no_grad():
         for name, file_name in names.items():
             parameters[name].copy_(tensors[file_name])
+
+
+def _is_same(weight: Tensor, other: Tensor) -> bool:
+    # Up to the rounding of the narrower data type. Of a weight that is spread over ranks only the shape is compared.
+    if weight.shape != other.shape or hasattr(weight, "full_tensor"):
+        return weight.shape == other.shape
+    rounding = max(torch.finfo(weight.dtype).eps, torch.finfo(other.dtype).eps)
+    return torch.allclose(weight.float(), other.to(weight.device).float(), rtol=rounding, atol=rounding**2)
 
 
 def load_files(model: PreTrainedModel, config_file: Path, tensors_file: Path) -> None:
@@ -147,7 +188,11 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
 
 def merged(model: Model) -> Model:
-    """Add the adapters to the weights of the model, in place, and remove them; returns the model."""
+    """Add the adapters to the weights of the model, in place, and remove them; returns the model.
+
+    A layer with an adapter no longer shares its weight with another layer, such as the head with the embeddings.
+    """
+    _untie(model)
     for name, module in list(model.named_modules()):
         # The list predates replacements, so a module may no longer be part of the model.
         if module in _tuned_layers(model):
@@ -157,10 +202,30 @@ def merged(model: Model) -> Model:
     return model
 
 
+def _untie(model: torch.nn.Module) -> None:
+    owners = defaultdict[torch.nn.Parameter, list[torch.nn.Module]](list)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter].append(module)
+    bases = {layer.get_base_layer() for layer in _tuned_layers(model)}
+    for parameter, modules in owners.items():
+        # The first one keeps the parameter.
+        for module in modules[1:] if bases.intersection(modules) else ():
+            names = [name for name, value in module.named_parameters(recurse=False) if value is parameter]
+            for name in names:
+                setattr(module, name, torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+            config: Any = model.config
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+
+
 def _tuned_layers(model: torch.nn.Module) -> list[BaseTunerLayer]:
     from peft.tuners.tuners_utils import BaseTunerLayer  # late: only runs with adapters need PEFT
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def _settings_in(folder: str) -> dict[str, Any]:
+    return _read_settings(Path(folder) / ADAPTER_CONFIG_FILE)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

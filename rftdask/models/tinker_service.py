@@ -23,6 +23,8 @@ API_KEY = "TINKER_API_KEY"
 """Environment variable with the key, which is stored nowhere else."""
 SAMPLER_FILE = "sampler.json"
 """Published in place of weights: their path at the service."""
+SEEDS = 2**31
+"""Upper bound of the service's seeds."""
 ANSWER_TIMEOUT_S = 1200.0
 """Seconds to wait for one answer of the service, which queues requests for minutes when it is busy; shorter than the
 heartbeat timeout of a trainer rank."""

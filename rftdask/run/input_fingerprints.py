@@ -100,6 +100,8 @@ class InputFingerprints:
         files = find_sources(stage, modules)
         hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
         folders = {"model.critic_model_path": stage.model.critic_model_path}
+        for number, lora in enumerate(stage.model.lora_configs or ()):
+            folders[f"model.lora_configs[{number}].path"] = lora.path
         for number, model in enumerate(stage.explorer.auxiliary_models):
             folders[f"explorer.auxiliary_models[{number}]"] = None if model.traits.is_external else model.model_path
         if is_first and not stage.is_external:

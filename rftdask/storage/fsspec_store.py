@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -141,7 +141,7 @@ class FsspecStorage(Storage):
                 self._fs.rm(target, recursive=True)
             except FileNotFoundError:
                 return
-            if remaining := self._fs.find(target):  # s3fs ignores the errors of single objects
+            if remaining := self._files(target):  # s3fs ignores the errors of single objects
                 raise OSError(errno.EBUSY, f"{len(remaining)} objects remain, first {remaining[0]}")
 
         self._call("remove", target, remove)
@@ -149,7 +149,7 @@ class FsspecStorage(Storage):
     def local_copy(self, path: str) -> AbstractContextManager[Path]:
         """Download to a temporary folder, which is removed with the context."""
         target = self._at(path)
-        files: list[str] = self._call("local_copy", target, lambda: self._fs.find(target))
+        files = self._call("local_copy", target, lambda: self._files(target))
         if not files:
             raise NotFoundError(f"{target} does not exist")
 
@@ -157,6 +157,10 @@ class FsspecStorage(Storage):
             self._call("local_copy", file, lambda: self._fs.get_file(file, str(to)))
 
         return temporary_copy(target, {file: partial(fetch, file) for file in files})
+
+    def _files(self, target: str) -> Sequence[str]:
+        # Without the empty objects by which other programs mark folders.
+        return [file for file in self._fs.find(target) if not file.endswith("/")]
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}"

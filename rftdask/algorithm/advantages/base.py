@@ -5,6 +5,7 @@ row by row without padding, Q numbers. Knows nothing of losses. Invariant: an in
 of any other row, and no advantage depends on the order of the rows or on which process has the tokens.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -366,3 +367,14 @@ def ranks_in_group(keys_N: Tensor, group_N: Tensor) -> Tensor:
     # Position in the sorted order minus the start of the group.
     ranks_N[order_N] = torch.arange(len(order_N), device=order_N.device) - starts_G[sorted_group_N]
     return ranks_N
+
+
+def step_seed(seed: int, purpose: str, step: int, factor: int) -> int:
+    """Seed of a torch generator for the draws of a step, from any `seed`.
+
+    seed * factor + step, factor <= 2**32, for seeds of 32 bits, and otherwise a hash of (seed, purpose, step).
+    """
+    if -(2**31) <= seed < 2**32:  # as before there was a hash, so that runs repeat their bits
+        return seed * factor + step
+    digest = hashlib.sha256(f"{seed}/{purpose}/{step}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1

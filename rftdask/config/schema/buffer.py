@@ -16,6 +16,7 @@ from rftdask.config.base import (
     PluginName,
     Seconds,
     Section,
+    Seed,
     absent,
     empty_dict,
 )
@@ -116,7 +117,7 @@ class DataSelectorConfig(Section):
     for training tasksets: by `feature_keys`, largest first, the same in each epoch. difficulty_based, for one training
     taskset: tasks whose estimated pass rate is close to a target. Or a class of your own (docs/extending.md). Tasksets
     may have different selectors, except random."""
-    seed: Annotated[int, Computed("seed")] = absent()
+    seed: Annotated[Seed, Computed("seed")] = absent()
     """Seed of shuffle, random and difficulty_based. All training tasksets share one."""
     feature_keys: tuple[str, ...] = ()
     """offline_easy2hard: numeric columns, larger is easier; ties are resolved by the next column, then later rows come

@@ -17,6 +17,7 @@ from rftdask.config.base import (
     PluginName,
     Seconds,
     Section,
+    Seed,
     absent,
     empty_dict,
 )
@@ -130,7 +131,7 @@ class InferenceModelConfig(Section):
     in each explorer worker, on its GPUs; with more, all explorers of the run share the engines."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights, in which the trainer also publishes them. auto: float32 on CPU, bfloat16 on GPU."""
-    seed: Annotated[int, Computed("seed")] = absent()
+    seed: Annotated[Seed, Computed("seed")] = absent()
     """Sampling seed; every rollout gets its own stream from it."""
     model_path: str | None = None
     """auxiliary_models: folder in the Hugging Face layout, or a name on the Hub. A teacher must have the policy's

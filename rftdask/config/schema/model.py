@@ -50,7 +50,7 @@ class TinkerConfig(Section):
     `model_path` is the model's name at the service and the source of the tokenizer."""
     rank: Count = 16
     """Rank of the adapter."""
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Seed of the initial adapter weights. None: the run's seed."""
     train_mlp: bool = True
     """Adapt the MLP layers, including experts."""

@@ -28,6 +28,7 @@ from rftdask.errors import DataError, RftError, RoleError, UserError
 from rftdask.models.tinker_service import (
     ANSWER_TIMEOUT_S,
     SAMPLER_FILE,
+    SEEDS,
     TinkerService,
     require_key,
     sampler_file,
@@ -131,7 +132,7 @@ class TinkerTrainEngine(TrainEngine):
             created = self._service.client.create_lora_training_client(
                 self._base_model,
                 rank=section.rank,
-                seed=self._config.seed if section.seed is None else section.seed,
+                seed=self._config.seed % SEEDS if section.seed is None else section.seed,
                 train_mlp=section.train_mlp,
                 train_attn=section.train_attn,
                 train_unembed=section.train_unembed,

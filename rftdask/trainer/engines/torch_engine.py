@@ -23,6 +23,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rftdask.algorithm.advantages.base import step_seed
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch, mismatched
@@ -263,7 +264,7 @@ class TorchEngine(TrainEngine):
         # Random numbers of a step depend only on seed and step, so no random state is saved. Without a GPU
         # torch.manual_seed records a stack trace, which takes 0.7 ms.
         set_seed = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
-        set_seed(self._config.seed * 2**32 + step)
+        set_seed(step_seed(self._config.seed, "train_step", step, 2**32))
         for number, kl in enumerate((algorithm.kl_loss_fn, algorithm.kl_penalty_fn)):
             self._kl_coefs[number] = kl.coef_at(step, float(self._kl_coefs[number]))
         updates: list[dict[str, float]] = []

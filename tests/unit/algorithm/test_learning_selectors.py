@@ -34,3 +34,12 @@ def test_a_cold_draw_still_fills_the_batch() -> None:
     rule = DifficultyBased(target_reward=1.0, tau=1e-4)
     state = rule.updated(rule.initial(torch.tensor([[0.0, 1.0]] * 6)), torch.arange(6), torch.arange(6) / 5)
     assert sorted(rule.select(state, 1, 6).tolist()) == list(range(6))
+
+
+def test_every_seed_of_a_run_can_draw() -> None:
+    features_NF = torch.rand(40, 2, generator=torch.Generator().manual_seed(0))
+    drawn = []
+    for seed in (0, 2**32, 2**63 - 1):
+        rule = DifficultyBased(seed=seed)
+        drawn.append(tuple(rule.select(rule.initial(features_NF), 1, 8).tolist()))
+    assert len(set(drawn)) == 3

@@ -152,6 +152,21 @@ def test_absent_keys_are_filled_from_those_they_depend_on() -> None:
     assert loaded.buffer.trainer_input.experience_buffer.storage_type == "queue"
 
 
+@pytest.mark.parametrize(
+    ("key", "last"),
+    [
+        ("seed", 2**63 - 1),
+        ("explorer.rollout_model.seed", 2**63 - 1),
+        ("buffer.explorer_input.taskset.data_selector.seed", 2**63 - 1),
+        ("model.tinker.seed", 2**31 - 1),
+    ],
+)
+def test_a_seed_has_the_bound_of_its_use(key: str, last: int) -> None:
+    config(grpo(), f"{key}={last}")
+    [problem] = problems(grpo(), f"{key}={last + 1}")
+    assert problem.startswith(f"{key}: ") and str(last + 1) in problem
+
+
 def test_samplers_use_the_seed_of_the_run_by_default() -> None:
     source = ("buffer.explorer_input.eval_tasksets=[{path: e}]", "explorer.auxiliary_models=[{model_path: judge}]")
 

@@ -13,6 +13,8 @@ import pytest
 from rftdask.data import datasets
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.errors import DataError
+from rftdask.storage import open_storage
+from tests.unit.storage.s3_proxy import mark_folder
 
 ROWS = [
     {"question": "1+1?", "answer": "2"},
@@ -67,6 +69,13 @@ def test_files_without_a_split_name_are_training_data(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", ROWS[1:])
     write(tmp_path / "a.parquet", ROWS[:1])
     assert rows_of(open_dataset(str(tmp_path))) == ROWS
+
+
+def test_the_empty_object_of_a_folder_is_no_file(s3_url: str) -> None:
+    url = f"{s3_url}/rows.jsonl"
+    open_storage(url).put("part-0.jsonl", b'{"prompt": "1+1=", "response": "2"}\n')
+    mark_folder(url)
+    assert len(open_dataset(url)) == 1
 
 
 def test_a_subset_is_a_subfolder(tmp_path: Path) -> None:

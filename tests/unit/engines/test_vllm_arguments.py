@@ -1,5 +1,6 @@
 """Promise: each vLLM key of an engine reaches vLLM. Tested by the arguments, without vLLM."""
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from rftdask.config import load_config
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import LoraConfig, ModelConfig
 from rftdask.engines.vllm import VllmEngine, cache_tokens
 from rftdask.models.toy import build_toy_model
 
@@ -69,6 +72,23 @@ def test_a_key_reaches_vllm(model: Path, key: str, value: Any, argument: str, mo
     section[key.removeprefix("model.")] = value
     wanted = {"max_num_seqs": 3, "max_lora_rank": 8}.get(argument, value)  # vLLM supports certain ranks
     assert given(tree)[argument] == wanted != usual.get(argument)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank"), [({"r": 20}, 32), ({"r": 4, "rank_pattern": {"q_proj": 40, "k_proj": 2}}, 64)]
+)
+def test_the_rank_of_an_adapter_folder_reaches_vllm(
+    model: Path, tmp_path: Path, settings: dict[str, Any], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
+    section = InferenceModelConfig.model_construct(engine_type="vllm", dtype="float32", engine_num=1)
+    lora = LoraConfig(path=str(tmp_path), lora_rank=8)
+    policy = ModelConfig(model_path=str(model), max_model_len=64, lora_configs=(lora,))
+    engine = Recorded.from_config(section, policy, "cpu")
+    assert isinstance(engine, Recorded)
+    engine.close()
+    assert engine.given["max_lora_rank"] == rank
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,26 @@ export merges them; a resumed run continues to the bit.
 
 import json
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load
+from safetensors.torch import load, save
 from transformers import AutoModelForCausalLM
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.config import load_config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.engines.base import GenerateRequest, SamplingParams
+from rftdask.engines.client import EngineClient
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError, UserError
-from rftdask.models.lora import add_adapter, begin
+from rftdask.models.lora import add_adapter, begin, initial_files
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
 from rftdask.synchronizer.manifest import write_folder
@@ -29,10 +32,12 @@ from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from tests.numerics import assert_close, assert_same_logprobs
+from tests.unit.engines.engine_contract import engine_spec
 from tests.unit.synchronizer.sync_cases import publish_weights
 from tests.unit.trainer.engines.test_torch_engine import SIZES, rollouts
 from tests.unit.trainer.trainer_cases import engine_config
 
+DEADLINE_S = 120.0
 KINDS = {
     "plain": LoraConfig(lora_rank=4, lora_alpha=8),
     "rslora": LoraConfig(lora_rank=4, lora_alpha=8, use_rslora=True, target_modules=("q_proj", "down_proj")),
@@ -87,7 +92,9 @@ class TestPublished:
     def test_peft_reads_the_two_files(self, kind: str, model_folder: str, tmp_path: Path) -> None:
         policy = trained(model_folder, KINDS[kind])
         put(tmp_path / "weights", policy.weights())
-        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "weights")
+        theirs = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "weights"
+        )
         ids = torch.arange(2, 12)[None]
         assert_close(theirs(ids).logits, policy._model(ids).logits)
 
@@ -108,6 +115,72 @@ class TestPublished:
             engine._config = trainer(model_folder, KINDS[kind])._config  # the same seed from here on
             engine.train_step(rollouts(seed=3), 3)
         assert first.state_files() == second.state_files()
+
+
+@pytest.fixture(scope="module")
+def tied_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tied")
+    policy, tokenizer = load_policy(model_folder, "float32", "cpu")
+    policy.config.tie_word_embeddings = True
+    policy.tie_weights()
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("target", [("q_proj", "lm_head"), ("embed_tokens",), ("embed_tokens", "lm_head")])
+def test_adapters_of_tied_embeddings_stay_apart(tied_folder: str, tmp_path: Path, target: tuple[str, ...]) -> None:
+    lora = LoraConfig(lora_rank=4, target_modules=target)
+    policy = trained(tied_folder, lora)
+    ids = torch.arange(2, 12)[None]
+    files = policy.weights()
+    put(tmp_path / "weights", files)
+    engine = TransformersEngine(tied_folder)
+    engine.load_weights(2, [tmp_path / "weights" / name for name in files])
+    assert_close(engine._model(ids).logits, policy._model(ids).logits)
+    model = exported(policy, tmp_path / "export")
+    assert_close(model(ids).logits, policy._model(ids).logits)
+    assert not model.config.tie_word_embeddings
+
+
+@pytest.fixture
+def with_base(tied_folder: str, tmp_path: Path) -> Path:
+    """An adapter as PEFT itself saves it by default, with the base weight of the head."""
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    with warnings.catch_warnings(action="ignore"):
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tied_folder), lora)
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_with_its_base_weights_is_loaded(tied_folder: str, with_base: Path, dtype: str) -> None:
+    tensors = load((with_base / "adapter_model.safetensors").read_bytes())
+    assert "base_model.model.lm_head.base_layer.weight" in tensors
+    model = load_policy(tied_folder, dtype, "cpu")[0]
+    begin(model, LoraConfig(path=str(with_base)))
+    assert torch.equal(model.lm_head.lora_B.default.weight, tensors["base_model.model.lm_head.lora_B.weight"])
+    engine = TransformersEngine(tied_folder, dtype=dtype)
+    engine.load_weights(0, initial_files(LoraConfig(path=str(with_base))))
+    assert engine.policy_version == 0
+
+
+def test_an_adapter_of_other_base_weights_is_refused(tied_folder: str, with_base: Path) -> None:
+    file = with_base / "adapter_model.safetensors"
+    tensors = load(file.read_bytes())
+    tensors["base_model.model.lm_head.base_layer.weight"][0] += 1.0
+    file.write_bytes(save(tensors))
+    with pytest.raises(DataError, match=r"another base model: .*lm_head\.base_layer\.weight"):
+        begin(load_policy(tied_folder, "float32", "cpu")[0], LoraConfig(path=str(with_base)))
+
+
+def test_an_export_of_other_adapters_stays_tied(tied_folder: str, tmp_path: Path) -> None:
+    model = exported(trained(tied_folder, KINDS["rslora"]), tmp_path / "export")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_only_adapters_are_trained_checkpointed_and_published(model_folder: str) -> None:
@@ -149,6 +222,32 @@ def test_training_continues_from_an_adapter_folder(model_folder: str, tmp_path: 
     assert second.weights()["adapter_model.safetensors"] == first.weights()["adapter_model.safetensors"]
     metrics = second.train_step(rollouts(seed=1), 1)
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)  # the reference begins with the adapter too
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_begins_with_the_given_adapter(kind: str, model_folder: str, tmp_path: Path) -> None:
+    put(tmp_path / "adapter", trained(model_folder, KINDS[kind]).weights())
+    lora = LoraConfig(path=str(tmp_path / "adapter"))
+    spec = engine_spec("transformers", model_folder)
+    client = EngineClient(replace(spec, model=spec.model.model_copy(update={"lora_configs": (lora,)})))
+    try:
+        client.wait_ready()
+        [generation] = client.generate([GenerateRequest((5, 6, 7), SamplingParams(max_tokens=8), seed=3)], DEADLINE_S)
+    finally:
+        client.close()
+    rows = pack_rows([np.array([5, 6, 7, *generation.tokens])], np.array([3]), np.ones(1))
+    assert_same_logprobs(token_logprobs(trainer(model_folder, lora)._model, rows)[0][0], generation.logprobs)
+    bare = EngineClient(spec)
+    bare.close()
+    assert client.weights.content_hash != bare.weights.content_hash, "the records of rollouts name the adapter"
+
+
+def test_an_engine_refuses_an_adapter_that_does_not_exist(model_folder: str, tmp_path: Path) -> None:
+    spec = engine_spec("transformers", model_folder)
+    lora = LoraConfig(path=str(tmp_path / "missing"))
+    client = EngineClient(replace(spec, model=spec.model.model_copy(update={"lora_configs": (lora,)})))
+    with pytest.raises(DataError, match=r"missing.*adapter_config\.json"):
+        client.wait_ready()
 
 
 def test_adapter_files_are_published_and_loaded(model_folder: str) -> None:

@@ -85,6 +85,18 @@ def test_a_changed_recipe_of_an_operator_is_refused(world: World) -> None:
         input_fingerprints.check_inputs_unchanged([config], [input_fingerprints.Inputs()])
 
 
+def test_a_changed_adapter_to_begin_with_is_refused(tmp_path: Path, world: World) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    config = world.config(f"model.lora_configs=[{{path: {folder}}}]")
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    [fingerprints] = input_fingerprints.check_inputs_unchanged([config], [input_fingerprints.Inputs()])
+    open_run(world.storage, config, fingerprints.to_json())
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    with pytest.raises(DataError, match=r"model.lora_configs\[0\].path/adapter_config.json: content changed"):
+        input_fingerprints.check_inputs_unchanged([config], [input_fingerprints.Inputs()])
+
+
 def test_a_run_stores_the_fingerprints_of_its_inputs(world: World) -> None:
     fingerprints = world.start()
     said = read_run(world.storage)["fingerprints"]

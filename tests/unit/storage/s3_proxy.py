@@ -201,5 +201,13 @@ class S3Process:
         self.played = json.loads(out)
 
 
+def mark_folder(url: str) -> None:
+    """Create the empty object that other programs use as a folder."""
+    import s3fs  # late: the proxy process needs none
+
+    bucket, _, folder = url.removeprefix("s3://").partition("/")
+    s3fs.S3FileSystem(skip_instance_cache=True).call_s3("put_object", Bucket=bucket, Key=f"{folder}/", Body=b"")
+
+
 if __name__ == "__main__":
     serve(float(sys.argv[1]), int(sys.argv[2]))

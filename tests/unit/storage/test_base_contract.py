@@ -23,6 +23,7 @@ from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import TMP_PREFIX, check_path
 from rftdask.storage.fsspec_store import FsspecStorage
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.storage.s3_proxy import mark_folder
 
 RACE = """
 import sys
@@ -272,6 +273,18 @@ class TestS3(StorageContract):
 
     def test_processes_racing_for_a_name_have_one_winner(self, store: Storage) -> None:
         check_one_winner_each(store, race_processes(store.url, num_processes=2, num_names=30), 30)
+
+    def test_empty_objects_that_mark_folders_are_no_files(self, store: Storage) -> None:
+        store.put("log/a/driver.log", b"text")
+        for folder in ("log", "log/a", "empty"):  # as consoles and other programs make them
+            mark_folder(f"{store.url}/{folder}")
+        with store.local_copy("log") as copy:
+            assert [path.relative_to(copy) for path in copy.rglob("*") if path.is_file()] == [Path("a/driver.log")]
+        assert store.list("log") == ["a/"] and store.list("log/a") == ["driver.log"]
+        with pytest.raises(NotFoundError), store.local_copy("empty"):
+            pass
+        store.remove("log")
+        assert not store.exists("log/a/driver.log") and store.list("log") == []
 
 
 def no_fault(verb: str, path: str, stage: str) -> None:

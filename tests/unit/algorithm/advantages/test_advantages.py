@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rftdask.algorithm.advantages import tokens
-from rftdask.algorithm.advantages.base import AdvantageInputs, AdvantageResult
+from rftdask.algorithm.advantages.base import AdvantageInputs, AdvantageResult, step_seed
 from rftdask.algorithm.drop_reasons import DropReason
 from tests.numerics import shifted_seed
 from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS, WIDTH, random_advantage_inputs, side_by_side
@@ -191,6 +191,29 @@ def test_rec_drops_surplus_negatives_with_a_reason() -> None:
     assert got.metrics["dropped/surplus_negative"] == 3.0
     again = run("rec", rewards, fn_args={"drop": "balance"})
     assert again.drops_N.tolist() == got.drops_N.tolist()
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32, 2**63 - 1, 2**63, -(2**31), -(2**63), 2**200])
+def test_torch_accepts_the_seed_of_every_step(seed: int) -> None:
+    for step in (1, 2**31):
+        torch.Generator().manual_seed(step_seed(seed, "train_step", step, 2**32))
+
+
+def test_seeds_of_32_bits_are_not_hashed() -> None:
+    for seed in (0, 42, 2**32 - 1, -(2**31)):
+        assert step_seed(seed, "train_step", 7, 2**32) == seed * 2**32 + 7
+
+
+def test_large_seeds_differ_by_seed_purpose_and_step() -> None:
+    cases = [(seed, purpose, step) for seed in (2**32, 2**63 - 1) for purpose in ("a", "b") for step in (1, 2)]
+    # PyTorch's CPU generator reads only the lower half.
+    assert len({step_seed(*case, 2**32) % 2**32 for case in cases}) == len(cases)
+
+
+def test_every_seed_of_a_run_can_draw_the_surplus() -> None:
+    for seed in (2**32, 2**63 - 1):
+        got = run("rec", [1.0, 0.0, 0.0, 0.0, 0.0], fn_args={"drop": "balance", "seed": seed})
+        assert got.metrics["dropped/surplus_negative"] == 3.0
 
 
 def test_drpo_never_penalizes_a_correct_response_for_length() -> None:

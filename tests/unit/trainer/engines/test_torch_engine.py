@@ -418,3 +418,10 @@ def test_a_constant_kl_coefficient_stays_exact(models: Path) -> None:
     for step in (1, 2):
         trained.train_step(rollouts(seed=step), step)
     assert load(bytes(trained.state_files()["actor/kl_coefs.safetensors"]))["kl"].tolist() == [0.001, 0.001]
+
+
+@pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1])
+def test_every_seed_of_a_run_can_train(tmp_path: Path, seed: int) -> None:
+    build_toy_model(tmp_path / "policy", **SIZES)
+    engine = TorchEngine(engine_config(str(tmp_path / "policy"), seed=seed), make_algorithm("grpo"))
+    assert engine.train_step(rollouts(seed=1), 1)["grad_norm"] > 0.0
