@@ -326,6 +326,8 @@ class PolicyServer:
         try:
             task = task or next((session.task for session in sessions if session.task), "")
             await asyncio.to_thread(self._store.put, RewardedSession(session_id, task, float(reward), tuple(rows)))
+        except (ValueError, OverflowError) as error:
+            raise _refused(str(error)) from error
         finally:
             for session in sessions:
                 session.is_ending = False  # if the write failed, the client may try again

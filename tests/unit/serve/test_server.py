@@ -84,7 +84,9 @@ class Case:
         return (await client.chat.completions.create(model="policy", messages=messages, **options)).choices[0].message
 
     async def feedback(self, key: str = "token", **body: Any) -> tuple[int, Any]:
-        answer = await self.http.post("/feedback", json=body, headers={"Authorization": f"Bearer {key}"})
+        # Not json=body: httpx refuses text that UTF-8 lacks, other clients do not.
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = await self.http.post("/feedback", content=json.dumps(body), headers=headers)
         return answer.status_code, answer.json()
 
     async def rows(self) -> list[dict[str, Any]]:
@@ -193,7 +195,8 @@ async def test_reward_ends_a_session(case: Case) -> None:
     await case.ask(client)
     for wrong in ("1", None, True):
         assert (await case.feedback(session_id="s", reward=wrong))[0] == 400
-    assert (await case.feedback(session_id="s", reward=1, metrics={"a": "b"}))[0] == 400
+    for metrics in ({"a": "b"}, {"a\ud800": 1}, {"a": 10**400}):
+        assert (await case.feedback(session_id="s", reward=1, metrics=metrics))[0] == 400
     assert (await case.feedback(session_id="s", reward=1, metrics={"steps": 3}))[0] == 200
     # A repeated reward is accepted, a changed one is not.
     assert (await case.feedback(session_id="s", reward=1))[0] == 200
