@@ -20,6 +20,7 @@ from rftdask.config.plugins import did_you_mean
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.rollouts.policy.answer_parsers import ParsedAnswer, template_of
 from rftdask.rollouts.workflows.base import Response
+from rftdask.storage.safe_text import encodable
 
 CHAT = "chat/completions"
 COMPLETIONS = "completions"
@@ -288,6 +289,8 @@ def texts_of(name: str, value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
         raise BadRequestError(f"{name} must be a non-empty text or a list of them", name)
+    if lone := next((text for text in texts if encodable(text) != text), None):
+        raise BadRequestError(f"{name} contains {lone!r:.60}, which is not text in UTF-8", name)
     return tuple(texts)
 
 

@@ -85,8 +85,10 @@ class Case:
 
     async def feedback(self, key: str = "token", **body: Any) -> tuple[int, Any]:
         # Not json=body: httpx refuses text that UTF-8 lacks, other clients do not.
-        headers = {"Authorization": f"Bearer {key}"}
-        answer = await self.http.post("/feedback", content=json.dumps(body), headers=headers)
+        return await self.post("/feedback", json.dumps(body), key)
+
+    async def post(self, path: str, content: str | bytes, key: str = "token") -> tuple[int, Any]:
+        answer = await self.http.post(path, content=content, headers={"Authorization": f"Bearer {key}"})
         return answer.status_code, answer.json()
 
     async def rows(self) -> list[dict[str, Any]]:
@@ -238,6 +240,15 @@ async def test_reward_by_answer_ids_joins_sessions(case: Case) -> None:
     assert [(row["uid"], row["reward"]) for row in rows] == [("served/0/0/0/0", 0.5), ("served/0/0/0/1", 0.5)]
     assert [[turn["number"] for turn in row["turns"]] for row in rows] == [[0, 1], [2]]
     assert [row["session"] == "named" for row in rows] == [True, False] and rows[1]["session"]
+
+
+@served()
+async def test_stop_that_no_engine_can_read_is_refused(case: Case) -> None:
+    for name in ("stop", "bad_words"):
+        body = {"messages": ASKED, name: ["a\ud800"]}
+        status, reply = await case.post("/v1/chat/completions", json.dumps(body))
+        assert (status, reply["error"]["type"]) == (400, "invalid_request_error"), reply
+    assert case.queue.num_asked == 0
 
 
 @served()
