@@ -43,6 +43,7 @@ from rftdask.reports.page import contents
 from rftdask.reports.page.answers import TASK_ORDERS, groups_of
 from rftdask.reports.page.curves import arms_of, charts_of, curves_of, differing_contents, differing_settings
 from rftdask.reports.page.rendering import NO_SCRIPTS, OWN_SCRIPTS, link, render
+from rftdask.rollouts.policy.endpoint import read_body
 from rftdask.run.run_folder import read_run
 from rftdask.storage import open_storage
 from rftdask.storage.base import numbers_in
@@ -423,11 +424,12 @@ class Studio:
             or not secrets.compare_digest(action_token.encode(), self._action_token.encode())
         ):
             return JSONResponse({"error": "only a page of this studio can request actions; reload the page"}, 403)
-        num_bytes = int(headers.get("content-length", "0"))
-        if headers.get("content-type") != "application/json" or num_bytes > _MAX_REQUEST_BYTES:
+        is_json = headers.get("content-type") == "application/json"
+        data = await read_body(request, _MAX_REQUEST_BYTES) if is_json else None
+        if data is None:
             return JSONResponse({"error": f"the request must be JSON of at most {_MAX_REQUEST_BYTES:,} bytes"}, 400)
         try:
-            body = parse_object(await request.body())
+            body = parse_object(data)
             return JSONResponse(await run_in_threadpool(self._do, actions, body))
         except (RftError, ValueError) as error:
             return JSONResponse({"error": str(error)}, 400)

@@ -19,6 +19,7 @@ from PIL import Image
 
 from rftdask.buffer.log import open_log
 from rftdask.config import replace as replace_keys
+from rftdask.config.schema.model import ModelConfig
 from rftdask.data.images import ImageFolder, ImageProcessor, can_be_given_images, data_url, name_of
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.models.toy import build_toy_image_model, build_toy_model
@@ -63,7 +64,7 @@ class Queue(RequestQueue):
 class Case:
     """A server in this process, without a socket."""
 
-    def __init__(self, images: ImageProcessor | None = None, **options: Any) -> None:
+    def __init__(self, images: ImageProcessor | None = None, limits: ModelConfig = MODEL, **options: Any) -> None:
         self.storage = open_storage(f"memory://server-{next(_numbers)}")
         self.bank = SessionStore(self.storage, open_log(self.storage, CONFIG), CONFIG, group_age_s=1e9)
         self.queue = Queue()
@@ -72,7 +73,7 @@ class Case:
             images.run, tokenizer = self.storage, images.hf_processor.tokenizer
         guided = images is not None  # else the placeholder of an image could be sampled
         sampling = SamplingParams(max_tokens=20)
-        served = ServedModel(self.queue, tokenizer, sampling, MODEL, is_guided=guided, images=images)
+        served = ServedModel(self.queue, tokenizer, sampling, limits, is_guided=guided, images=images)
         self.server = PolicyServer(CONFIG, served, self.bank, "token", ServeOptions(**options))
         self.server.weights = Published(7, "", "hash7")
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.server.app()), base_url=BASE)

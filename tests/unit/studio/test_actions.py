@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def ask(server: StudioServer, body: Any, **headers: str | None) -> tuple[int, di
         "X-Rftdask-Action-Token": match[1] if match else "",
     }
     sent_headers |= {name.replace("_", "-"): value for name, value in headers.items()}
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = body if isinstance(body, bytes | Iterator) else json.dumps(body).encode()
     sent = {name: value for name, value in sent_headers.items() if value is not None}
     connection.request("POST", "/do", data, sent)
     answer = connection.getresponse()
@@ -204,6 +205,12 @@ def test_other_requests_cannot_act(own_case: Case, own_server: StudioServer, hea
 def test_explain_invalid_values(own_server: StudioServer, body: Any) -> None:
     status, result = ask(own_server, body)
     assert status == 400 and result["error"]
+
+
+def test_a_chunked_body_is_bounded(own_server: StudioServer) -> None:
+    body = json.dumps({**FORM, "do": "form", "more": "x" * 1_100_000}).encode()
+    status, result = ask(own_server, iter([body[:1000], body[1000:]]))
+    assert status == 400 and "1,000,000 bytes" in result["error"]
 
 
 def test_reading_starts_nothing(server: StudioServer) -> None:
