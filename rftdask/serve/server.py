@@ -288,7 +288,12 @@ class PolicyServer:
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         headers: dict[str, str] = {}
         answer = partial(self._ask, session_id, request.headers.get("x-task-id", ""), is_retry, headers)
-        return await answer_http(answer, request, headers)
+        return await answer_http(answer, request, headers, self._rename_answer)
+
+    def _rename_answer(self, old: str, new: str) -> None:
+        """Let a reward name an answer by the id under which it was streamed."""
+        if session := self._session_of_answer.get(old):
+            self._session_of_answer[new] = session
 
     async def _open(self, request: Request) -> Response:
         if self._authorize(request):

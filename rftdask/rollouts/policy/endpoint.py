@@ -186,9 +186,17 @@ def web_server(app: Starlette, **options: Any) -> Server:
     return QuietServer(Config(app, http=Protocol, ws="none", timeout_keep_alive=_KEEP_ALIVE_S, **quiet, **options))
 
 
-async def answer_http(answer: AnswerFn, request: Request, stream_headers: Mapping[str, str] | None = None) -> Response:
-    """Respond to a request of OpenAI's API; cancelled when its client disconnects. stream_headers: headers of a
-    streamed response, which `answer` may complete before its first text."""
+async def answer_http(
+    answer: AnswerFn,
+    request: Request,
+    stream_headers: Mapping[str, str] | None = None,
+    on_renamed: Callable[[str, str], None] = lambda old, new: None,
+) -> Response:
+    """Respond to a request of OpenAI's API; cancelled when its client disconnects.
+
+    stream_headers: headers of a streamed response, which `answer` may complete before its first text.
+    on_renamed: receives the id of an answer and the id under which it was streamed.
+    """
     path = request.path_params["path"]
     if request.method != "POST":
         text = f"{request.method} {path} is not supported; use POST"
@@ -200,7 +208,8 @@ async def answer_http(answer: AnswerFn, request: Request, stream_headers: Mappin
         body = parse_portable(data)
     except ValueError as error:
         return as_response(refusal(f"the body is not valid JSON: {error}"))
-    stream = EventStream(path, body) if isinstance(body, Mapping) and body.get("stream") is True else None
+    is_stream = isinstance(body, Mapping) and body.get("stream") is True
+    stream = EventStream(path, body, on_renamed) if is_stream else None
     answering = asyncio.ensure_future(answer(path, body, None if stream is None else stream.add_text))
     disconnected = asyncio.ensure_future(request.receive())
     has_text = asyncio.ensure_future(asyncio.Event().wait() if stream is None else stream.has_text.wait())

@@ -252,6 +252,20 @@ async def test_stop_that_no_engine_can_read_is_refused(case: Case) -> None:
     assert case.queue.num_asked == 0
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_reward_names_a_streamed_answer_by_its_id(path: str) -> None:
+    async def check(case: Case) -> None:
+        asked = {"input": ASKED} if path == "responses" else {"messages": ASKED, "max_tokens": 4}
+        headers = {"Authorization": "Bearer token"}
+        answer = await case.http.post(f"/v1/{path}", json={**asked, "stream": True}, headers=headers)
+        first = json.loads(answer.text.partition("data: ")[2].partition("\n")[0])
+        name = (first.get("response") or first.get("message") or first)["id"]
+        status, reply = await case.feedback(msg_ids=[name], reward=1)
+        assert (status, reply["session_id"]) == (200, answer.headers["X-Session-ID"])
+
+    served()(check)()
+
+
 @served()
 async def test_token_count_has_no_answer_id(case: Case) -> None:
     body = {"model": "policy", "max_tokens": 5, "messages": ASKED}
