@@ -21,6 +21,7 @@ from rftdask.studio.folder import Folder
 from rftdask.studio.form import Fields
 from rftdask.studio.server import Studio, StudioServer
 from tests.unit.reports.lineage.lineage_cases import Case, make_config, make_run
+from tests.unit.studio.conftest import studio_of
 
 FIELDS = Fields(
     {
@@ -161,6 +162,14 @@ def test_a_page_of_the_studio_can_act(own_case: Case, own_server: StudioServer) 
     assert not (root / "configs").exists(), "checking writes nothing"
     assert ask(own_server, FORM) == (200, {"message": "wrote configs/first.yaml"})
     assert (root / "configs/first.yaml").exists()
+
+
+def test_a_page_behind_a_proxy_with_tls_can_act(own_case: Case) -> None:
+    with studio_of(own_case, hosts=["hub.example.org"]) as server:
+        hub = {"Host": "hub.example.org", "Origin": "https://hub.example.org"}
+        assert ask(server, FORM, **hub)[0] == 200
+        for origin in ("https://evil.example", "https://hub.example.org:1"):
+            assert ask(server, {**FORM, "replace": True}, **{**hub, "Origin": origin})[0] == 403
 
 
 @pytest.mark.parametrize(
