@@ -16,6 +16,9 @@ from rftdask.storage import open_storage
 from rftdask.studio.server import serve as serve_studio
 
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on (0: a free port)")]
+Hosts = Annotated[
+    list[str] | None, typer.Option("--allow-host", metavar="NAME", help="Host name of a proxy, such as JupyterHub's")
+]
 OpenBrowser = Annotated[bool, typer.Option(help="Open the page in the browser")]
 
 
@@ -25,6 +28,7 @@ def view(
     browser: OpenBrowser = True,
     html: Annotated[str, typer.Option(metavar="FILE", help="Write one HTML page instead of serving")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Number of experiences in the page of --html")] = 100,
+    allow_host: Hosts = None,
 ) -> None:
     """Browse the experiences of a run with their tokens.
 
@@ -35,7 +39,8 @@ def view(
         say(html)
     else:
         # typer.echo instead of `say`: the printed address has a token that the user needs unescaped.
-        serve_studio(run, port, page="/experiences", open_browser=browser, say=typer.echo)
+        hosts = allow_host or ()
+        serve_studio(run, port, page="/experiences", open_browser=browser, say=typer.echo, hosts=hosts)
 
 
 def studio(
@@ -43,12 +48,15 @@ def studio(
     port: Port = 0,
     browser: OpenBrowser = True,
     read_only: Annotated[bool, typer.Option("--read-only", help="Show only: write, start and stop nothing")] = False,
+    allow_host: Hosts = None,
 ) -> None:
     """Watch, compare, configure, start and stop runs.
 
     The pages show live curves, answers by step, comparisons and logs. Only this machine can open them.
     """
-    serve_studio(folder, port, open_browser=browser, say=typer.echo, read_only=read_only)  # typer.echo: as in `view`
+    # typer.echo: as in `view`
+    hosts = allow_host or ()
+    serve_studio(folder, port, open_browser=browser, say=typer.echo, read_only=read_only, hosts=hosts)
 
 
 def serve(

@@ -605,9 +605,11 @@ def _render(config: Config, role: str, **values: Any) -> str:
 def asks_for(job: JobConfig, shape: JobShape) -> list[str]:
     """Return the directives with the resources of a job, each of whose tasks is a worker."""
     # By core and task, because each task is a worker. A whole node has more cores, so it gets all of its memory (0).
-    by_core = f"--mem-per-cpu={-(-megabytes(job.memory) // job.cpus)}M"
-    options = (*_places(shape), f"--cpus-per-task={job.cpus}", "--mem=0" if job.exclusive else by_core)
-    return [*options, *directives(job)]
+    memory = []
+    if job.memory is not None:
+        by_core = f"--mem-per-cpu={-(-megabytes(job.memory) // job.cpus)}M"
+        memory = ["--mem=0" if job.exclusive else by_core]
+    return [*_places(shape), f"--cpus-per-task={job.cpus}", *memory, *directives(job)]
 
 
 def directives(job: JobConfig) -> list[str]:
@@ -634,10 +636,11 @@ def alike(
     one = next(iter(jobs.values()))
     tasks = {role: shape.tasks_per_node for role, shape in parts.items()}
     cpus = max(job.cpus * tasks[role] for role, job in jobs.items())
-    memory = max(megabytes(job.memory) * tasks[role] for role, job in jobs.items())
+    sizes = [megabytes(job.memory) * tasks[role] for role, job in jobs.items() if job.memory is not None]
+    memory = f"{max(sizes)}MiB" if len(sizes) == len(jobs) else None
     job = controller.model_copy(
         update={
-            **{"cpus": cpus, "memory": f"{memory}MiB", "gres": one.gres, "gpus_per_node": one.gpus_per_node},
+            **{"cpus": cpus, "memory": memory, "gres": one.gres, "gpus_per_node": one.gpus_per_node},
             **{"exclusive": any(job.exclusive for job in jobs.values())},
             **{"constraint": controller.constraint or one.constraint},
         }

@@ -326,8 +326,9 @@ class EngineClient(AskedEngine):
         self._turn = threading.Lock()
         """Held by the caller that loads weights."""
         self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="engine-answers", daemon=True)
         self._writer.start()
-        threading.Thread(target=self._read, name="engine-answers", daemon=True).start()
+        self._reader.start()
 
     def wait_ready(self) -> None:
         """Wait until the engine is ready. Raises: RoleError, UserError: loading failed, and the engine is closed."""
@@ -370,8 +371,10 @@ class EngineClient(AskedEngine):
         try:
             while (message := self._outbox.get()) is not None:
                 self._child.send(server.FROM_CLIENT.encode(message))
-        except RoleError:
-            return  # the process is dead; the reader reports the reason
+        except RoleError as error:
+            # The process is dead, and the reader reports the reason; without this thread the engine is lost anyway.
+            self._reader.join(_WRITE_GRACE_S)
+            self._fail(self._blamed(error))
         except Exception as error:  # otherwise the error would be lost
             self._fail(RoleError(f"{self}: cannot send a request: {type(error).__name__}: {error}"))
 

@@ -70,12 +70,17 @@ FROM_WORKER: Codec[FromWorker] = Codec(Ready, Generated, Scored, Loaded, NotLoad
 
 
 async def _write(comm: Comm, outbox: asyncio.Queue[list[Any]]) -> None:
-    with suppress(OSError):  # includes Dask's broken connections; the reader gets the error as well
+    try:
         while True:
             messages = [await outbox.get()]
             while not outbox.empty():
                 messages.append(outbox.get_nowait())
             await comm.write(messages)
+    except OSError:
+        return  # Dask's connection is broken; the reader gets the error as well
+    except Exception:
+        comm.abort()  # the reader fails: nobody would send its requests
+        raise
 
 
 # ---- client

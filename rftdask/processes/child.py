@@ -44,7 +44,7 @@ from rftdask.errors import (
     lacks_training,
 )
 from rftdask.processes.zygote import ZYGOTE_ADDRESS, ForkedProcess, with_wait_policy
-from rftdask.storage.safe_text import SafeFormatter, safe
+from rftdask.storage.safe_text import SafeFormatter, encodable, safe
 from rftdask.storage.temporary import TemporaryFolder
 
 _MODULE = "rftdask.processes.child"  # __name__ is __main__ in a new interpreter
@@ -61,11 +61,6 @@ def _messages(stream: IO[bytes]) -> Iterator[Any]:
     # A buffered file would wait until the buffer of the unpacker is full.
     raw = os.fdopen(stream.fileno(), "rb", buffering=0, closefd=False)
     return iter(msgpack.Unpacker(raw, read_size=_READ_BYTES, max_buffer_size=0, strict_map_key=False))
-
-
-def _send(stream: IO[bytes], message: Any) -> None:
-    stream.write(msgpack.packb(message))
-    stream.flush()
 
 
 def _start_process(
@@ -133,11 +128,13 @@ class Child:
         return self._process.poll() is None
 
     def send(self, message: Any) -> None:
-        """Send the child a message. Raises: ProcessLostError: it has ended."""
+        """Send the child a message. Raises: ProcessLostError: it has ended; ValueError: msgpack cannot encode it."""
         assert self._process.stdin is not None
+        data = msgpack.packb(message)  # first: its error does not mean that the child has ended
         try:
-            _send(self._process.stdin, message)
-        except (BrokenPipeError, ValueError) as error:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:  # ValueError: `close` was called
             raise self._death() from error
 
     def receive(self, timeout_s: float) -> Any:
@@ -216,8 +213,12 @@ class Channel:
         threading.Thread(target=self._pump, args=(source,), name="parent-watch", daemon=True).start()
 
     def _pump(self, source: IO[bytes]) -> None:
-        for message in _messages(source):
-            self._messages.put(message)
+        try:
+            for message in _messages(source):
+                self._messages.put(message)
+        except Exception:  # a process without this thread would be alive and answer nobody
+            print(safe(traceback.format_exc()), file=sys.stderr, flush=True)
+            os._exit(1)
         # The parent closed the pipe or died. Results are on storage already.
         os._exit(0)
 
@@ -233,8 +234,10 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Send the parent a message. Thread-safe."""
+        data = msgpack.packb(message)
         with self._lock:
-            _send(self._sink, message)
+            self._sink.write(data)
+            self._sink.flush()
 
 
 def main(target: str) -> None:
@@ -262,10 +265,10 @@ def main(target: str) -> None:
             print(safe(lines), file=sys.stderr, flush=True)
         # The text of our own errors includes their notes; a traceback has those of other errors.
         notes = getattr(error, "__notes__", []) if isinstance(error, RftError) else []
-        kind, text = type(error).__name__, "\n".join([str(error), *notes])
+        kind, text = type(error).__name__, encodable("\n".join([str(error), *notes]))
         if isinstance(error, ImportError) and (remedy := lacks_training(error)):
             kind, text = "UserError", remedy
-        channel.send({"child_error": {"kind": kind, "text": text, "traceback": lines}})
+        channel.send({"child_error": {"kind": kind, "text": text, "traceback": encodable(lines)}})
         # sys.exit would wait for threads and handlers of libraries.
         os._exit(1)
     with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.recording import Call, RecordingModel, rollout_seed
 from rftdask.rollouts.sandbox.pool import SandboxError, SandboxLostError
 from rftdask.rollouts.workflows.base import GroupReward, PromptTooLongError, Reward, Step, WorkflowFn, as_reward
-from rftdask.storage.safe_text import mask
+from rftdask.storage.safe_text import encodable, mask
 from rftdask.synchronizer.published import Published
 
 STOP_GRACE_S = 1.0
@@ -252,8 +252,14 @@ class Rollout:
         if not _is_storable(value):
             raise ValueError(f"reward is {value!r:.100}, not a finite number in float32 {self._where}")
         for name, metric in reward.metrics.items():
+            if not isinstance(name, str) or encodable(name) != name:
+                raise ValueError(f"the name of a metric is {name!r:.100}, not a text in UTF-8 {self._where}")
             if not isinstance(metric, numbers.Real):
                 raise ValueError(f"metric {name} is {metric!r:.100}, not a number {self._where}")
+            try:
+                float(metric)
+            except OverflowError:
+                raise ValueError(f"metric {name} is {metric!r:.60}, which float64 cannot hold {self._where}") from None
 
     def _success(self, calls: Sequence[tuple[int, Call]], ordinal: int, attempt: int, reward: Reward) -> Experience:
         # calls: (number among all calls of the rollout, call) of one sequence, which becomes a row.

@@ -22,7 +22,6 @@ import hmac
 import importlib
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -50,9 +49,9 @@ from rftdask.engines.spec import model_sampling
 from rftdask.errors import UserError
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.answer_stream import OnText
-from rftdask.rollouts.policy.endpoint import answer_http, as_response, key_in, web_server
+from rftdask.rollouts.policy.endpoint import ERRORS, TOO_LONG, answer_http, as_response, key_in, read_body, web_server
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
-from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, refusal
+from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, model_of, refusal
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
 from rftdask.rollouts.rollout import Rollout
 from rftdask.rollouts.workflows.base import Reward
@@ -62,6 +61,7 @@ from rftdask.serve.engines import EnginePool, LocalEngines
 from rftdask.serve.load_balancer import MAX_UNSIZED, FullError, LoadBalancer, NoEngineError
 from rftdask.serve.sessions import TASKSET, RewardedSession, SessionStore, one_rollout
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.checked_json import parse_portable
 from rftdask.synchronizer.published import Published
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,10 @@ class PolicyServer:
         """Oldest weights that an engine serves."""
         self.num_engines = 0
         """Engines that take requests."""
-        self._config, self._served, self._store, self._token, self._options = config, served, store, token, options
+        # Clients of an API expect an error, after which they shorten the conversation themselves.
+        limits = served.limits.model_copy(update={"enable_prompt_truncation": False})
+        self._config, self._served = config, dataclasses.replace(served, limits=limits)
+        self._store, self._token, self._options = store, token, options
         self._sessions: dict[str, _Session] = {}
         self._session_of_answer: OrderedDict[str, str] = OrderedDict()
         """Answer id -> its session, or the session under which it was rewarded."""
@@ -159,11 +162,13 @@ class PolicyServer:
                 Route("/feedback", self._feedback, methods=["POST"]),
                 Route("/commit", self._commit, methods=["POST"]),
                 Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._models),
                 Route("/v1/{path:path}", self._answer, methods=["GET", "POST"]),
                 Route("/sessions/{session}/v1/models", self._models),
+                Route("/sessions/{session}/v1/models/{name:path}", self._models),
                 Route("/sessions/{session}/v1/{path:path}", self._answer, methods=["GET", "POST"]),
             ],
-            exception_handlers={_Refused: lambda request, refused: as_response(refused.args[0])},
+            exception_handlers={**ERRORS, _Refused: lambda request, refused: as_response(refused.args[0])},
         )
 
     def key_of(self, session: str) -> str:
@@ -275,14 +280,20 @@ class PolicyServer:
 
     async def _models(self, request: Request) -> Response:
         self._authorize(request)
-        return as_response(MODELS)
+        name = request.path_params.get("name")
+        return as_response(MODELS if name is None else model_of(name))
 
     async def _answer(self, request: Request) -> Response:
         session_id = self._authorize(request)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         headers: dict[str, str] = {}
         answer = partial(self._ask, session_id, request.headers.get("x-task-id", ""), is_retry, headers)
-        return await answer_http(answer, request, headers)
+        return await answer_http(answer, request, headers, self._rename_answer)
+
+    def _rename_answer(self, old: str, new: str) -> None:
+        """Let a reward name an answer by the id under which it was streamed."""
+        if session := self._session_of_answer.get(old):
+            self._session_of_answer[new] = session
 
     async def _open(self, request: Request) -> Response:
         if self._authorize(request):
@@ -297,7 +308,7 @@ class PolicyServer:
         """End sessions with a reward."""
         named, body = self._authorize(request), await _body(request)
         reward = None if body is None else body.get("reward")
-        if body is None or isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        if body is None or isinstance(reward, bool) or not isinstance(reward, int | float):
             raise _refused('the body must be an object: {"reward": NUMBER, "session_id": ..., ...}', "reward")
         names = self._rewarded_sessions(named, body)
         # Several sessions become one rollout, named after the first of them.
@@ -326,13 +337,15 @@ class PolicyServer:
         try:
             task = task or next((session.task for session in sessions if session.task), "")
             await asyncio.to_thread(self._store.put, RewardedSession(session_id, task, float(reward), tuple(rows)))
+        except (ValueError, OverflowError) as error:
+            raise _refused(str(error)) from error
         finally:
             for session in sessions:
                 session.is_ending = False  # if the write failed, the client may try again
         for session in sessions:
             session.model.close()
             del self._sessions[session.id]
-        for answer_id in body.get("msg_ids", ()):
+        for answer_id in body.get("msg_ids") or ():
             self._session_of_answer[answer_id] = session_id
         versions = {row.min_policy_version for row in rows} | {row.max_policy_version for row in rows}
         return _success(
@@ -402,10 +415,14 @@ async def _never(task: Task, model: Any) -> float:
 
 
 async def _body(request: Request) -> Mapping[str, Any] | None:
+    """The object in the body of a request; None: it is something else. Raises: _Refused."""
+    data = await read_body(request)
+    if data is None:
+        raise _Refused(TOO_LONG)
     try:
-        body = json.loads(await request.body() or b"{}")
-    except ValueError:
-        return None
+        body = parse_portable(data or b"{}")
+    except ValueError as error:
+        raise _refused(f"the body is not valid JSON: {error}") from error
     return body if isinstance(body, Mapping) else None
 
 

@@ -4,6 +4,7 @@
     serve/groups/<index>.json   ids of the sessions in group <index>; create-only, written before the group is committed
     experiences/...             the group as a shard
     serve/done/<id>.json        task, reward and group of a committed session, without its rows
+    serve/quarantine/<id>.json  a stored session that cannot be read or become rows, with the reason in <id>.reason.json
 
 Invariants: a session is in the log exactly once, whatever is killed and when. Group <index> has position `index` in the
 log, counted over all explore steps. The sessions of a task become a group once there are `algorithm.repeat_times` of
@@ -13,6 +14,7 @@ them, or once the oldest has waited `group_age_s`. A session without a task is i
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience, Status, Turn
 from rftdask.buffer.log.shard import Part
@@ -32,7 +35,9 @@ from rftdask.storage.checked_json import dump_checked, load_checked
 
 TASKSET = "served"
 """Taskset name recorded for served sessions."""
-_SESSIONS, _GROUPS, _DONE = "serve/sessions", "serve/groups", "serve/done"
+_SESSIONS, _GROUPS, _DONE, _QUARANTINE = "serve/sessions", "serve/groups", "serve/done", "serve/quarantine"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class SessionStore:
         group_age_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Finishes the groups that an earlier process began. Raises: StorageError, DamagedError."""
+        """Finishes the groups that an earlier process began. Raises: StorageError."""
         self._storage, self._log, self._clock = storage, log, clock
         self._lock = threading.Lock()
         """Guards `_waiting`; never held during a write."""
@@ -87,7 +92,8 @@ class SessionStore:
         """Task -> session -> time at which it began to wait; oldest session first."""
         for name in storage.list(_SESSIONS):
             session = name.removesuffix(".json")
-            self._add_waiting(session, str(load_checked(storage.get(_path(session)))["task"]))
+            if (stored := self._read(session)) is not None:
+                self._add_waiting(session, stored.task)
 
     def find(self, session: str) -> dict[str, Any] | None:
         """{"task", "reward", ...} of a stored session, committed or not; None: it was never stored."""
@@ -99,7 +105,11 @@ class SessionStore:
         return None
 
     def put(self, rewarded: RewardedSession) -> None:
-        """Store a session; durable when this returns. Raises: StorageError; ValueError: it was stored before."""
+        """Store a session; durable when this returns.
+
+        Raises: StorageError; ValueError, OverflowError: it was stored before, or its rows cannot enter the log.
+        """
+        experiences_to_table(rewarded.rows)
         record = dump_checked(
             {"task": rewarded.task, "reward": rewarded.reward, "rows": list(map(_to_json, rewarded.rows))}
         )
@@ -153,6 +163,33 @@ class SessionStore:
     def _add_waiting(self, session: str, task: str) -> None:
         self._waiting.setdefault(task, {})[session] = self._clock()
 
+    def _read(self, session: str) -> RewardedSession | None:
+        """Read a stored session whose rows can enter the log. None: it cannot be read, and is in quarantine now."""
+        try:
+            data = self._storage.get(_path(session))
+        except NotFoundError:
+            if self._storage.exists(f"{_QUARANTINE}/{session}.json"):
+                return None
+            raise
+        record: dict[str, Any] = {}
+        try:
+            record = load_checked(data)
+            rows = tuple(map(_from_json, record["rows"]))
+            experiences_to_table(rows)
+            return RewardedSession(session, str(record["task"]), float(record["reward"]), rows)
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        log.warning("session %s cannot enter the log and is in %s now: %s", session, _QUARANTINE, reason)
+        self._storage.put(f"{_QUARANTINE}/{session}.json", data)
+        notes = {"session": session, "reason": reason}
+        self._storage.put(f"{_QUARANTINE}/{session}.reason.json", json.dumps(notes).encode())
+        if {"task", "reward"} <= record.keys():
+            done = {"task": record["task"], "reward": record["reward"], "group": None, "rollout": None}
+            self._storage.put(f"{_DONE}/{session}.json", dump_checked(done))
+        # Removed last: after a kill in between it is put in quarantine again.
+        self._storage.remove(_path(session))
+        return None
+
     def _num_tasks(self, unit: int) -> int:
         return min(self._tasks_per_unit, self._tasks_per_step - unit * self._tasks_per_unit)
 
@@ -163,18 +200,19 @@ class SessionStore:
         if not is_committed:
             step, place = divmod(index, self._tasks_per_step)
             unit, slot = divmod(place, self._tasks_per_unit)
+            stored = [self._read(session) for session in sessions]
             rows = [
-                replace(_from_json(row), taskset=TASKSET, task_index=index, rollout=rollout, explore_step=step + 1)
-                for rollout, session in enumerate(sessions)
-                for row in load_checked(self._storage.get(_path(session)))["rows"]
+                replace(row, taskset=TASKSET, task_index=index, rollout=rollout, explore_step=step + 1)
+                for rollout, session in enumerate(stored)
+                for row in (() if session is None else session.rows)
             ]
             num_tasks = self._num_tasks(unit)
             part = None if num_tasks == 1 else Part((slot,), num_tasks)
             self._log.commit(rows, explore_step=step + 1, unit=unit, part=part)
         for rollout, session in enumerate(sessions):
             # The rows are in the log now. Task and reward stay, to answer repeated feedback.
-            if (stored := self.find(session)) is not None and "rows" in stored:
-                done = {"task": stored["task"], "reward": stored["reward"], "group": index, "rollout": rollout}
+            if (record_of := self.find(session)) is not None and "rows" in record_of:
+                done = {"task": record_of["task"], "reward": record_of["reward"], "group": index, "rollout": rollout}
                 self._storage.put(f"{_DONE}/{session}.json", dump_checked(done))
                 self._storage.remove(_path(session))
         self._storage.remove(record)

@@ -6,11 +6,18 @@ Without it, a flipped bit could turn one digit into another without anybody noti
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from rftdask.storage.safe_text import encodable
+
 _KEY = "crc32"
+MAX_DEPTH = 100
+"""Deepest nesting of `parse_portable`. Templates and encoders take several frames per level."""
+_MAX_INTEGER_BITS = 1023
+"""Bits of the largest integers that float64 can hold."""
 
 
 def dump_checked(tree: Mapping[str, Any], indent: int | None = None) -> bytes:
@@ -24,6 +31,32 @@ def parse_json(data: bytes | str) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def parse_portable(data: bytes | str) -> Any:
+    """Parse untrusted JSON that later becomes text, rows or JSON again.
+
+    Raises: ValueError: as `parse_json`; nested deeper than MAX_DEPTH; a text that UTF-8 lacks; a number that float64
+    cannot hold.
+    """
+    tree = parse_json(data)
+    parts = [(tree, 1)]
+    while parts:
+        part, depth = parts.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(part, dict):
+            parts += ((item, depth + 1) for pair in part.items() for item in pair)
+        elif isinstance(part, list):
+            parts += ((item, depth + 1) for item in part)
+        elif isinstance(part, str):
+            if not part.isascii() and encodable(part) != part:
+                raise ValueError(f"it contains {part!r:.60}, which is not text in UTF-8")
+        elif (isinstance(part, float) and not math.isfinite(part)) or (
+            isinstance(part, int) and part.bit_length() > _MAX_INTEGER_BITS
+        ):
+            raise ValueError(f"it contains {part!r:.60}, which is not a number of float64")
+    return tree
 
 
 def parse_object(data: bytes | str) -> dict[str, Any]:

@@ -122,9 +122,15 @@ def _secrets(text: str, environment: Mapping[str, str] | None) -> Iterator[tuple
                 yield *match.span(), f"the value of the environment variable {name}"
 
 
-# ---- control characters
+# ---- characters that UTF-8 or a terminal cannot show
 
 _MAX_CELL_CHARS, _MAX_CELL_ITEMS = 80, 6
+
+
+def encodable(text: str) -> str:
+    """Return `text` with each lone surrogate, which UTF-8 cannot encode, as an escape. JSON and YAML may contain one as
+    an escape as well."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def printable(text: str, keep: str = "") -> str:

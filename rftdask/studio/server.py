@@ -2,8 +2,8 @@
 
 Invariants:
 
-- it listens on 127.0.0.1 only and rejects requests for other host names, so that no web page can read a run by pointing
-  its own host name at this machine (DNS rebinding);
+- it listens on 127.0.0.1 only and rejects requests for other host names than those of its user's proxy, so that no web
+  page can read a run by pointing its own host name at this machine (DNS rebinding);
 - every user of this machine can reach 127.0.0.1, so every request needs the token of the printed URL; a cookie keeps
   it;
 - GET and HEAD write and start nothing. Actions are POST requests to one address, with a JSON body, from a page of the
@@ -18,7 +18,7 @@ import re
 import secrets
 import socket
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Set
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from rftdask.reports.page import contents
 from rftdask.reports.page.answers import TASK_ORDERS, groups_of
 from rftdask.reports.page.curves import arms_of, charts_of, curves_of, differing_contents, differing_settings
 from rftdask.reports.page.rendering import NO_SCRIPTS, OWN_SCRIPTS, link, render
+from rftdask.rollouts.policy.endpoint import read_body
 from rftdask.run.run_folder import read_run
 from rftdask.storage import open_storage
 from rftdask.storage.base import numbers_in
@@ -66,8 +67,8 @@ _UVICORN: dict[str, Any] = {"loop": "asyncio", "http": "h11"}
 class _Guard:
     """Middleware that admits requests with the token and sets the headers of every response."""
 
-    def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
-        self._app, self._token, self._cookie = app, token, cookie
+    def __init__(self, app: ASGIApp, token: str, cookie: str, hosts: Set[str]) -> None:
+        self._app, self._token, self._cookie, self._hosts = app, token, cookie, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,12 +85,15 @@ class _Guard:
     def _answer(self, scope: Scope) -> ASGIApp:
         request = HTTPConnection(scope)
         # Another host name means DNS rebinding by a foreign page.
-        if request.headers.get("host", "").rpartition(":")[0] not in (ADDRESS, "localhost"):
-            return _message(403, "Wrong host", f"this server answers requests for {ADDRESS} only")
+        host = request.headers.get("host", "").lower()
+        if host.rpartition(":")[0] not in (ADDRESS, "localhost") and _without_port(host) not in self._hosts:
+            text = f"this server answers requests for {' and '.join((ADDRESS, *sorted(self._hosts)))} only"
+            return _message(403, "Wrong host", f"{text}; --allow-host names the host of a proxy")
         query = dict(request.query_params)
         if self._is_valid(query.pop("token", "")):
             # Redirect to a URL without the token, to keep it out of the history; scripts cannot read the cookie.
-            moved = RedirectResponse(link("/" + request.url.path.lstrip("/"), query), status_code=303)
+            # Relative, because a proxy may put the pages below a path; without any path it names no other host.
+            moved = RedirectResponse(link("./" + request.url.path.rpartition("/")[2], query), status_code=303)
             moved.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
             return moved
         if not self._is_valid(request.cookies.get(self._cookie, "")):
@@ -98,6 +102,11 @@ class _Guard:
 
     def _is_valid(self, token: str) -> bool:
         return secrets.compare_digest(token.encode(), self._token.encode())
+
+
+def _without_port(host: str) -> str:
+    name, _, port = host.rpartition(":")
+    return name if port.isdecimal() else host
 
 
 _HEADERS = (
@@ -128,7 +137,7 @@ class Studio:
         self._action_token = secrets.token_urlsafe(24)
         """Proves that a request for an action comes from a page of this studio."""
 
-    def app(self, token: str, cookie: str) -> Starlette:
+    def app(self, token: str, cookie: str, hosts: Set[str] = frozenset()) -> Starlette:
         pages = {
             "/": self.runs,
             "/run": self.run,
@@ -155,7 +164,10 @@ class Studio:
                 Route("/favicon.ico", lambda _: Response(status_code=204)),  # browsers request one
                 Mount("/static", static),
             ],
-            middleware=[Middleware(_Guard, token=token, cookie=cookie), Middleware(GZipMiddleware, minimum_size=2000)],
+            middleware=[
+                Middleware(_Guard, token=token, cookie=cookie, hosts=hosts),
+                Middleware(GZipMiddleware, minimum_size=2000),
+            ],
             exception_handlers={HTTPException: self._refuse, RftError: self._refuse},
         )
 
@@ -418,16 +430,17 @@ class Studio:
         action_token = headers.get("x-rftdask-action-token", "")
         if (
             actions is None
-            or headers.get("origin") != f"http://{headers.get('host')}"
+            or headers.get("origin") not in (f"http://{headers.get('host')}", f"https://{headers.get('host')}")
             or headers.get("sec-fetch-site", "same-origin") != "same-origin"
             or not secrets.compare_digest(action_token.encode(), self._action_token.encode())
         ):
             return JSONResponse({"error": "only a page of this studio can request actions; reload the page"}, 403)
-        num_bytes = int(headers.get("content-length", "0"))
-        if headers.get("content-type") != "application/json" or num_bytes > _MAX_REQUEST_BYTES:
+        is_json = headers.get("content-type") == "application/json"
+        data = await read_body(request, _MAX_REQUEST_BYTES) if is_json else None
+        if data is None:
             return JSONResponse({"error": f"the request must be JSON of at most {_MAX_REQUEST_BYTES:,} bytes"}, 400)
         try:
-            body = parse_object(await request.body())
+            body = parse_object(data)
             return JSONResponse(await run_in_threadpool(self._do, actions, body))
         except (RftError, ValueError) as error:
             return JSONResponse({"error": str(error)}, 400)
@@ -459,8 +472,8 @@ class StudioServer:
             print(server.address()); server.run()
     """
 
-    def __init__(self, url: str | Path, port: int = 0, *, read_only: bool = False) -> None:
-        """Args: port: 0 selects a free port. read_only: True disables actions.
+    def __init__(self, url: str | Path, port: int = 0, *, read_only: bool = False, hosts: Collection[str] = ()) -> None:
+        """Args: port: 0 selects a free port. read_only: True disables actions. hosts: host names of proxies.
 
         Raises: UserError: the port is in use; StorageError: no storage supports the URL.
         """
@@ -478,7 +491,7 @@ class StudioServer:
         self.port: int = self._socket.getsockname()[1]
         self.cookie = f"rftdask-{self.port}"
         """Name of the cookie that keeps the token. It contains the port, because all ports share cookies."""
-        app = Studio(self.folder, read_only=read_only).app(self.token, self.cookie)
+        app = Studio(self.folder, read_only=read_only).app(self.token, self.cookie, {host.lower() for host in hosts})
         # The terminal belongs to the user, so requests are not logged.
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, **_UVICORN
@@ -512,10 +525,11 @@ def serve(
     open_browser: bool,
     say: Callable[[str], object],
     read_only: bool = False,
+    hosts: Collection[str] = (),
 ) -> None:
     """Serve until Ctrl-C.
 
-    Args: page: first page to open. If it is not the list of runs ("/"), `url` must be a run.
+    Args: page: first page to open. If it is not the list of runs ("/"), `url` must be a run. hosts: see StudioServer.
     Raises: UserError: the port is in use; DataError: `url` is not a run, or is empty although `read_only` is True.
     """
     storage = open_storage(url)
@@ -524,7 +538,7 @@ def serve(
     is_empty = page == "/" and not storage.list()
     if is_empty and read_only:
         raise DataError(f"no runs found in {storage.url}; pass the folder that contains your runs")
-    with StudioServer(url, port, read_only=read_only) as server:
+    with StudioServer(url, port, read_only=read_only, hosts=hosts) as server:
         address = server.address(page)
         say(f"{address}  (press Ctrl-C to stop)")
         if is_empty:

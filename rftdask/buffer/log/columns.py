@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA_VERSION, Experience
+from rftdask.storage.safe_text import encodable
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:
@@ -100,7 +101,7 @@ def mask_to_runs(mask: Sequence[bool] | np.ndarray | None) -> list[int]:
 
 
 def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa.Table:
-    """Make a table of `SCHEMA` with one row per experience, in the same order.
+    """Make a table of `SCHEMA` with one row per experience, in the same order. Texts are stored as `encodable`.
 
     Raises: ValueError: inconsistent lengths, or a trainable row without a reward; OverflowError: a token id beyond
     int32, or more tokens than one shard can address.
@@ -139,12 +140,12 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
     metrics_type = SCHEMA.field("metrics").type
     masks = [_ALL_TRAINED if e.loss_mask is None else mask_to_runs(e.loss_mask) for e in experiences]
     columns: dict[str, pa.Array] = {
-        "uid": pa.array([e.uid for e in experiences], pa.string()),
+        "uid": _array([e.uid for e in experiences], pa.string()),
         "tokens": _lists([e.tokens for e in experiences], np.int32),
         "rollout_logprobs": _lists([e.rollout_logprobs for e in experiences], np.float32),
         "loss_mask_runs": _lists(masks, np.int32),
         "routed_experts": _experts([e.routed_experts for e in experiences]),
-        "turns": pa.array(
+        "turns": _array(
             [None if e.turns is None else list(map(vars, e.turns)) for e in experiences], SCHEMA.field("turns").type
         ),
         "version_starts": pa.array(
@@ -156,7 +157,7 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
         ),
         "metrics": pa.MapArray.from_arrays(
             pa.array(_offsets(metrics)),
-            pa.array(list(chain.from_iterable(metrics)), metrics_type.key_type),
+            _array(list(chain.from_iterable(metrics)), metrics_type.key_type),
             pa.array(list(chain.from_iterable(row.values() for row in metrics)), metrics_type.item_type),
             type=metrics_type,
         ),
@@ -164,9 +165,24 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
     for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
         if name not in columns:
             # attrgetter and map loop in C: this runs for every column of every shard.
-            columns[name] = pa.array(list(map(attrgetter(name), experiences)), kind)
+            columns[name] = _array(list(map(attrgetter(name), experiences)), kind)
     schema = SCHEMA.with_metadata({**(SCHEMA.metadata or {}), b"rftdask.run": json.dumps(run).encode()})
     return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=schema)
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:  # texts come from tasks, workflows and clients, so one of them must not end the run
+        return pa.array(_encodable(values), kind)
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {key: _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: type[np.number[Any]]) -> pa.Array:

@@ -70,8 +70,9 @@ class JobConfig(Section):
     """Time limit in SLURM's format: 04:00:00. None: the partition's default."""
     cpus: Count = 1
     """CPU cores of the job; for jobs of several ranks or engines, of each."""
-    memory: Annotated[str, AfterValidator(_memory)] = "4GB"
-    """Memory of the job; for jobs of several ranks or engines, of each."""
+    memory: Annotated[str, AfterValidator(_memory)] | None = "4GB"
+    """Memory of the job; for jobs of several ranks or engines, of each. None: neither --mem-per-cpu nor --mem, which
+    sites without memory accounting refuse."""
     directives: tuple[str, ...] = ()
     """Further #SBATCH lines, without #SBATCH."""
     prologue: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import threading
 import warnings
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _CONFINED_MEMORY = "4GB"
 """Memory for the sorting and grouping of a confined statement, not counting the tables of the run."""
+_CONFINED_THREADS = 4
+"""Most threads of a confined statement."""
 
 OVERVIEW = """
 select experiences.stage, explore_step as explored, max(max_policy_version) as version, count(*) as rows,
@@ -69,7 +72,10 @@ def query(
     import duckdb  # late, as below
 
     if confined:
+        # First: without external access, DuckDB still allows the files of its temporary folder.
+        connection.execute("set temp_directory = ''")
         connection.execute("set enable_external_access = false")
+        connection.execute(f"set threads = {min(_CONFINED_THREADS, os.cpu_count() or 1)}")
         connection.execute(f"set memory_limit = '{_CONFINED_MEMORY}'")
         connection.execute("set lock_configuration = true")
     timer = threading.Timer(math.inf if deadline_s is None else deadline_s, connection.interrupt)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.errors import UserError
+from rftdask.storage.checked_json import parse_portable
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _CALLS_BY_MARK = {
@@ -226,7 +227,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
     for match in _TOOL_CALL.finditer(text):
         with contextlib.suppress(ValueError):
-            call = json.loads(match[1])
+            call = parse_portable(match[1])
             if isinstance(call.get("name"), str):  # an object, because the pattern begins with a brace
                 calls.append(ToolCall(call["name"], call.get("arguments", {})))
     return calls
@@ -310,5 +311,5 @@ def _vllm_parser(key: str, name: str) -> tuple[Any, Any]:
 
 def _loaded(arguments: str) -> Any:
     with contextlib.suppress(ValueError):
-        return json.loads(arguments or "{}")
+        return parse_portable(arguments or "{}")
     return arguments

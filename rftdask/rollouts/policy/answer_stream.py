@@ -82,7 +82,11 @@ class EventStream:
         async for event in stream.events(answering): ...
     """
 
-    def __init__(self, path: str, request: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: str, request: Mapping[str, Any], on_renamed: Callable[[str, str], None] = lambda old, new: None
+    ) -> None:
+        """on_renamed: receives the id of the complete answer and its id in the events, before the last of them."""
+        self._on_renamed = on_renamed
         self._path, self._request, self._api = path, request, TRANSLATED.get(path)
         self.has_text = asyncio.Event()
         """Set while text has been added that is not an event yet."""
@@ -137,8 +141,10 @@ class EventStream:
     def _rest(self, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """Yield the events of the whole answer that were not sent yet. Raises: ValueError: other text was sent."""
         # Earlier events had this id and time.
-        name = body["id"].rpartition("-")[2].rpartition("_")[2]
+        old = body["id"]
+        name = old.rpartition("-")[2].rpartition("_")[2]
         body = json.loads(json.dumps(body).replace(name, self._name))
+        self._on_renamed(old, body["id"])
         body = {**body, **{key: self._created for key in ("created", "created_at") if key in body}}
         for body_choice in body.get("choices", [None]):
             choice = self._choices.get(0 if body_choice is None else body_choice["index"], _Choice())

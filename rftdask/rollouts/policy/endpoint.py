@@ -17,13 +17,15 @@ import secrets
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from rftdask.errors import UserError
 from rftdask.rollouts.loop_watchdog import BlockedLoopError
 from rftdask.rollouts.policy.answer_stream import EventStream, OnText
-from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, refusal
+from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, model_of, refusal
+from rftdask.storage.checked_json import parse_portable
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -40,6 +42,7 @@ _CLOSE_S = 1
 """Seconds that running requests have to finish when the event loop ends."""
 _CLIENT_CLOSED = 499
 """Status of a request whose client has disconnected; nobody reads it."""
+TOO_LONG = refusal(f"the request is longer than {MAX_BODY_BYTES} bytes", status=413)
 BLOCKED = "a blocking call on the event loop would wait for itself; await the async method instead"
 AnswerFn: TypeAlias = Callable[[str, Any, OnText | None], Awaitable[OpenAIAnswer]]
 """(path, body, on_text) -> answer to a POST of `body` to `path`. on_text: receives the text while it is sampled."""
@@ -134,10 +137,16 @@ class _Endpoint:
             return as_response(WRONG_KEY) if model is None else await answer_http(model, request)
 
         async def models(request: Request) -> Response:
-            return as_response(WRONG_KEY if self._model(request) is None else MODELS)
+            name = request.path_params.get("name")
+            known = MODELS if name is None else model_of(name)
+            return as_response(WRONG_KEY if self._model(request) is None else known)
 
-        routes = [Route("/v1/models", models), Route("/v1/{path:path}", answer, methods=["GET", "POST"])]
-        server = web_server(Starlette(routes=routes), timeout_graceful_shutdown=_CLOSE_S)
+        routes = [
+            *(Route(path, models) for path in ("/v1/models", "/v1/models/{name:path}")),
+            Route("/v1/{path:path}", answer, methods=["GET", "POST"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers=ERRORS)
+        server = web_server(app, timeout_graceful_shutdown=_CLOSE_S)
         try:
             await server.serve(sockets=[self._socket])
         finally:
@@ -156,6 +165,17 @@ class _Endpoint:
 def web_server(app: Starlette, **options: Any) -> Server:
     """Make a uvicorn server that does not touch the signals and the logging of the process."""
     from uvicorn import Config, Server
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        """Answers what is not HTTP in OpenAI's form."""
+
+        def send_400_response(self, msg: str) -> None:
+            body = json.dumps(refusal(msg).body).encode()
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+            if self.cycle is None or self.cycle.response_complete:  # else it would be part of another response
+                self.transport.write(f"HTTP/1.1 400 Bad Request\r\n{head}\r\n\r\n".encode() + body)
+            self.transport.close()
 
     class QuietServer(Server):
         @contextlib.contextmanager
@@ -163,26 +183,33 @@ def web_server(app: Starlette, **options: Any) -> Server:
             yield
 
     quiet: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False, "lifespan": "off"}
-    return QuietServer(Config(app, http="h11", ws="none", timeout_keep_alive=_KEEP_ALIVE_S, **quiet, **options))
+    return QuietServer(Config(app, http=Protocol, ws="none", timeout_keep_alive=_KEEP_ALIVE_S, **quiet, **options))
 
 
-async def answer_http(answer: AnswerFn, request: Request, stream_headers: Mapping[str, str] | None = None) -> Response:
-    """Respond to a request of OpenAI's API; cancelled when its client disconnects. stream_headers: headers of a
-    streamed response, which `answer` may complete before its first text."""
+async def answer_http(
+    answer: AnswerFn,
+    request: Request,
+    stream_headers: Mapping[str, str] | None = None,
+    on_renamed: Callable[[str, str], None] = lambda old, new: None,
+) -> Response:
+    """Respond to a request of OpenAI's API; cancelled when its client disconnects.
+
+    stream_headers: headers of a streamed response, which `answer` may complete before its first text.
+    on_renamed: receives the id of an answer and the id under which it was streamed.
+    """
     path = request.path_params["path"]
     if request.method != "POST":
         text = f"{request.method} {path} is not supported; use POST"
         return as_response(refusal(text, code="not_found", status=404))
-    data = b""
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            return as_response(refusal(f"the request is longer than {MAX_BODY_BYTES} bytes", status=413))
+    data = await read_body(request)
+    if data is None:
+        return as_response(TOO_LONG)
     try:
-        body = json.loads(data)
+        body = parse_portable(data)
     except ValueError as error:
         return as_response(refusal(f"the body is not valid JSON: {error}"))
-    stream = EventStream(path, body) if isinstance(body, Mapping) and body.get("stream") is True else None
+    is_stream = isinstance(body, Mapping) and body.get("stream") is True
+    stream = EventStream(path, body, on_renamed) if is_stream else None
     answering = asyncio.ensure_future(answer(path, body, None if stream is None else stream.add_text))
     disconnected = asyncio.ensure_future(request.receive())
     has_text = asyncio.ensure_future(asyncio.Event().wait() if stream is None else stream.has_text.wait())
@@ -233,6 +260,31 @@ def _streamed_response(
             yield b"data: [DONE]\n\n"
 
     return CancellingResponse(events(), headers=dict(headers), media_type="text/event-stream")
+
+
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
+    """Return the body of a request, whether or not it states its length; None: it is longer than `max_bytes`."""
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > max_bytes:
+            return None
+    return bytes(data)
+
+
+def _error(request: Request, error: Exception) -> Response:
+    """Response to an error of starlette, such as an unknown path."""
+    status = getattr(error, "status_code", 500)
+    what = f"{request.method} {request.url.path!r:.200}"
+    text = {404: f"{what} does not exist", 405: f"{what} is not supported"}.get(
+        status, f"{type(error).__name__}: {error}"
+    )
+    answer = refusal(text, code="not_found" if status == 404 else None, status=status)
+    return as_response(replace(answer, headers=getattr(error, "headers", None) or {}))
+
+
+ERRORS: Mapping[Any, Any] = {404: _error, 405: _error, 500: _error}
+"""Handlers with which an application answers errors in OpenAI's form."""
 
 
 def key_in(request: Request) -> str:

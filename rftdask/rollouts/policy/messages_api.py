@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rftdask.rollouts.policy.openai_api import BadRequestError, TextDelta, pieces, read_parameters
+from rftdask.storage.checked_json import parse_portable
 
 MESSAGES, COUNT_TOKENS = "messages", "messages/count_tokens"
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "max_tokens", "metadata", "session_id")
@@ -133,7 +134,7 @@ def as_answer(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[st
     for call in message.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments)
+            arguments = parse_portable(arguments)
         # The policy may emit arguments that are not an object; pass them through.
         value = arguments if isinstance(arguments, dict) else {"arguments": arguments}
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": value})

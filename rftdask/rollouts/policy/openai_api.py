@@ -20,6 +20,8 @@ from rftdask.config.plugins import did_you_mean
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.rollouts.policy.answer_parsers import ParsedAnswer, template_of
 from rftdask.rollouts.workflows.base import Response
+from rftdask.storage.checked_json import parse_portable
+from rftdask.storage.safe_text import encodable
 
 CHAT = "chat/completions"
 COMPLETIONS = "completions"
@@ -102,10 +104,16 @@ def refusal(
 
 
 WRONG_KEY = refusal("wrong key", code="invalid_api_key", status=401)
-MODELS = OpenAIAnswer(
-    200, {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "rftdask"}]}
-)
+_MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "rftdask"}
+MODELS = OpenAIAnswer(200, {"object": "list", "data": [_MODEL]})
 """Answer to GET /v1/models."""
+
+
+def model_of(name: str) -> OpenAIAnswer:
+    """Return the answer to GET /v1/models/NAME."""
+    if name == _MODEL["id"]:
+        return OpenAIAnswer(200, _MODEL)
+    return refusal(f"model {name!r:.100} does not exist; use {_MODEL['id']}", "model", "model_not_found", status=404)
 
 
 @dataclass(frozen=True)
@@ -183,6 +191,8 @@ def read_request(
     parts: dict[str, Any] = {"path": path, "model": model, "options": options, "n": n, "seed": seed}
     parts["token_ids"] = _flag("return_token_ids", parameters)
     _flag("stream", parameters)
+    if not isinstance(parameters.get("stream_options", {}), Mapping):
+        raise BadRequestError("stream_options must be an object", "stream_options")
     logprobs = parameters.pop("logprobs", False)
     if not isinstance(logprobs, bool) and (is_chat or logprobs != 0):
         valid = "true or false" if is_chat else "0, because only the logprob of the sampled token is known"
@@ -288,6 +298,8 @@ def texts_of(name: str, value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
         raise BadRequestError(f"{name} must be a non-empty text or a list of them", name)
+    if lone := next((text for text in texts if encodable(text) != text), None):
+        raise BadRequestError(f"{name} contains {lone!r:.60}, which is not text in UTF-8", name)
     return tuple(texts)
 
 
@@ -377,7 +389,7 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         with contextlib.suppress(ValueError):  # invalid JSON is shown unchanged
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+            function["arguments"] = parse_portable(function["arguments"] or "{}")
     return {"type": "function", "function": function}
 
 

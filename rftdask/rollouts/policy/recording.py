@@ -833,8 +833,8 @@ def _limited(model: ServedModel, tokens: list[int]) -> tuple[list[int], bool]:
         return tokens, False
     if not model.limits.enable_prompt_truncation:
         raise PromptTooLongError(
-            f"prompt of {len(tokens)} tokens exceeds max_prompt_tokens {limit}; raise it, or set "
-            f"model.enable_prompt_truncation"
+            f"prompt of {len(tokens)} tokens exceeds max_prompt_tokens {limit}; raise it, shorten the prompt, "
+            "or set model.enable_prompt_truncation for rollouts"
         )
     # The end is kept, because it usually holds the question.
     return tokens[-limit:], True

@@ -26,6 +26,7 @@ from rftdask.config.schema.model import ExternalModelConfig
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
 from rftdask.rollouts.policy.rate_limit import RateLimit, Reservation
+from rftdask.storage.checked_json import parse_portable
 
 if TYPE_CHECKING:
     from openai.resources import AsyncCompletions
@@ -238,7 +239,7 @@ def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
 
 def _written(call: ChatCompletionMessageFunctionToolCall) -> str:
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = parse_portable(call.function.arguments or "{}")
     except ValueError:
         # Passed through as text; the workflow decides how to treat a malformed call.
         arguments = call.function.arguments

@@ -200,6 +200,9 @@ def test_one_allocation_of_equal_nodes_gives_roles_own_nodes(tmp_path: Path) -> 
     for line, at, options in zip(steps, (0, 1), ("nodes=1 --ntasks=4", "nodes=2 --ntasks=8"), strict=True):
         cores = "6" if at == 0 else "4"
         assert f"--relative={at} " in line and f"--{options} --ntasks-per-node=4 --cpus-per-task={cores} " in line
+    free = configured(tmp_path, *keys, "cluster.slurm.trainer.memory=null")
+    plan = plan_jobs([free], {"trainer": 6, "explorer": 4})
+    assert "SBATCH --mem" not in allocation_script(free, plan, private(free), storage).text
     other = configured(tmp_path, *keys, "cluster.slurm.explorer.gres=gpu:h100:8", "explorer.rollout_model.engine_num=8")
     with pytest.raises(UserError, match=r"all nodes of a job .* and GPUs differ: .*gpu:h100:4.*gpu:h100:8"):
         allocation_script(other, plan_jobs([other], {"trainer": 6, "explorer": 4}), private(other), storage)

@@ -60,6 +60,14 @@ def test_a_job_of_several_ranks_starts_a_worker_for_each(tmp_path: Path) -> None
     assert f"\n{start}{sys.executable} -m rftdask.cluster.join " in script
 
 
+@pytest.mark.parametrize("exclusive", ["true", "false"])
+def test_a_job_without_memory_names_none(tmp_path: Path, exclusive: str) -> None:
+    keys = ("memory=null", f"exclusive={exclusive}", "gres=gpu:1")
+    config = configured(tmp_path, *(f"cluster.slurm.trainer.{key}" for key in keys))
+    script = SlurmCluster.job_script(config, "trainer", 1, "trainer-0", private(config), tmp_path / "log")
+    assert "SBATCH --mem" not in script and "#SBATCH --cpus-per-task=" in script
+
+
 def test_colocated_engines_start_in_the_job_of_the_ranks(tmp_path: Path) -> None:
     keys = ("cluster.slurm.trainer={gres: 'gpu:h100:8', cpus: 12}", "mode=colocate", "trainer.num_ranks=16")
     engines = "explorer.rollout_model={engine_type: vllm, tensor_parallel_size: 2, engine_num: 8}"

@@ -36,6 +36,8 @@ def fail(spec: Mapping[str, Any], channel: Channel) -> None:
     print("about to fail")
     if spec["kind"] == "fenced":
         raise FencedError("ledger/main/00000007.json was written by somebody else")
+    if spec["kind"] == "lone":
+        raise FencedError("\ud800")
     if spec["kind"] == "config":
         raise ConfigError(["one: bad", "two: bad"], "file.yaml")
     raise ZeroDivisionError("it divided by nothing")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import psutil
 import pytest
 
@@ -83,6 +84,7 @@ def test_prints_of_a_child_go_to_its_log(start: Starter, tmp_path: Path) -> None
     ("kind", "error", "text"),
     [
         ("fenced", FencedError, "^ledger/main/00000007.json was written by somebody else$"),
+        ("lone", FencedError, r"^\\ud800$"),
         ("config", UserError, "(?s)2 problems in file.yaml:.*one: bad.*two: bad"),
         (
             "other",
@@ -104,6 +106,20 @@ def test_an_error_of_the_child_is_raised_by_its_parent(
     assert "Traceback" in log
     with pytest.raises(RoleError, match="ended with code 1"):
         child.receive(LONG_S)
+
+
+def test_a_message_that_cannot_be_encoded_costs_no_child(start: Starter) -> None:
+    child = start("echo")
+    with pytest.raises(UnicodeEncodeError):
+        child.send({"text": "a\ud800"})
+    assert child.request("b", LONG_S)["message"] == "b"
+
+
+def test_a_child_ends_when_its_channel_is_broken() -> None:
+    command = [sys.executable, "-m", "rftdask.processes.child", "child_targets:busy"]
+    broken = msgpack.packb({}) + b"\xc1"  # a byte that msgpack never uses
+    ended = subprocess.run(command, input=broken, env={**os.environ, **ENV}, capture_output=True, timeout=LONG_S)
+    assert ended.returncode == 1 and b"FormatError" in ended.stderr
 
 
 def test_the_error_of_a_dead_child_has_its_last_lines(start: Starter) -> None:

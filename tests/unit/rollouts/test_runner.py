@@ -205,6 +205,9 @@ def test_the_last_failure_becomes_an_experience_without_reward() -> None:
         *((value, "not a finite number in float32") for value in (math.nan, math.inf, -math.inf, 1e39, 10**400)),
         (Reward(math.nan), "not a finite number in float32"),
         (Reward(1.0, {"style": "good"}), "metric style is 'good'"),  # type: ignore[dict-item]
+        (Reward(1.0, {"a\ud800": 1.0}), r"the name of a metric is 'a\ud800', not a text in UTF-8"),
+        (Reward(1.0, {7: 1.0}), "the name of a metric is 7, not a text"),  # type: ignore[dict-item]
+        (Reward(1.0, {"steps": 10**400}), "which float64 cannot hold"),
     ],
 )
 def test_a_reward_or_metric_that_is_not_finite_fails(value: Any, error: str) -> None:

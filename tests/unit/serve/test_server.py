@@ -19,6 +19,7 @@ from PIL import Image
 
 from rftdask.buffer.log import open_log
 from rftdask.config import replace as replace_keys
+from rftdask.config.schema.model import ModelConfig
 from rftdask.data.images import ImageFolder, ImageProcessor, can_be_given_images, data_url, name_of
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.models.toy import build_toy_image_model, build_toy_model
@@ -63,7 +64,7 @@ class Queue(RequestQueue):
 class Case:
     """A server in this process, without a socket."""
 
-    def __init__(self, images: ImageProcessor | None = None, **options: Any) -> None:
+    def __init__(self, images: ImageProcessor | None = None, limits: ModelConfig = MODEL, **options: Any) -> None:
         self.storage = open_storage(f"memory://server-{next(_numbers)}")
         self.bank = SessionStore(self.storage, open_log(self.storage, CONFIG), CONFIG, group_age_s=1e9)
         self.queue = Queue()
@@ -72,7 +73,7 @@ class Case:
             images.run, tokenizer = self.storage, images.hf_processor.tokenizer
         guided = images is not None  # else the placeholder of an image could be sampled
         sampling = SamplingParams(max_tokens=20)
-        served = ServedModel(self.queue, tokenizer, sampling, MODEL, is_guided=guided, images=images)
+        served = ServedModel(self.queue, tokenizer, sampling, limits, is_guided=guided, images=images)
         self.server = PolicyServer(CONFIG, served, self.bank, "token", ServeOptions(**options))
         self.server.weights = Published(7, "", "hash7")
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.server.app()), base_url=BASE)
@@ -84,7 +85,11 @@ class Case:
         return (await client.chat.completions.create(model="policy", messages=messages, **options)).choices[0].message
 
     async def feedback(self, key: str = "token", **body: Any) -> tuple[int, Any]:
-        answer = await self.http.post("/feedback", json=body, headers={"Authorization": f"Bearer {key}"})
+        # Not json=body: httpx refuses text that UTF-8 lacks, other clients do not.
+        return await self.post("/feedback", json.dumps(body), key)
+
+    async def post(self, path: str, content: str | bytes, key: str = "token") -> tuple[int, Any]:
+        answer = await self.http.post(path, content=content, headers={"Authorization": f"Bearer {key}"})
         return answer.status_code, answer.json()
 
     async def rows(self) -> list[dict[str, Any]]:
@@ -193,7 +198,8 @@ async def test_reward_ends_a_session(case: Case) -> None:
     await case.ask(client)
     for wrong in ("1", None, True):
         assert (await case.feedback(session_id="s", reward=wrong))[0] == 400
-    assert (await case.feedback(session_id="s", reward=1, metrics={"a": "b"}))[0] == 400
+    for metrics in ({"a": "b"}, {"a\ud800": 1}, {"a": 10**400}):
+        assert (await case.feedback(session_id="s", reward=1, metrics=metrics))[0] == 400
     assert (await case.feedback(session_id="s", reward=1, metrics={"steps": 3}))[0] == 200
     # A repeated reward is accepted, a changed one is not.
     assert (await case.feedback(session_id="s", reward=1))[0] == 200
@@ -235,6 +241,29 @@ async def test_reward_by_answer_ids_joins_sessions(case: Case) -> None:
     assert [(row["uid"], row["reward"]) for row in rows] == [("served/0/0/0/0", 0.5), ("served/0/0/0/1", 0.5)]
     assert [[turn["number"] for turn in row["turns"]] for row in rows] == [[0, 1], [2]]
     assert [row["session"] == "named" for row in rows] == [True, False] and rows[1]["session"]
+
+
+@served()
+async def test_stop_that_no_engine_can_read_is_refused(case: Case) -> None:
+    for name in ("stop", "bad_words"):
+        body = {"messages": ASKED, name: ["a\ud800"]}
+        status, reply = await case.post("/v1/chat/completions", json.dumps(body))
+        assert (status, reply["error"]["type"]) == (400, "invalid_request_error"), reply
+    assert case.queue.num_asked == 0
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_reward_names_a_streamed_answer_by_its_id(path: str) -> None:
+    async def check(case: Case) -> None:
+        asked = {"input": ASKED} if path == "responses" else {"messages": ASKED, "max_tokens": 4}
+        headers = {"Authorization": "Bearer token"}
+        answer = await case.http.post(f"/v1/{path}", json={**asked, "stream": True}, headers=headers)
+        first = json.loads(answer.text.partition("data: ")[2].partition("\n")[0])
+        name = (first.get("response") or first.get("message") or first)["id"]
+        status, reply = await case.feedback(msg_ids=[name], reward=1)
+        assert (status, reply["session_id"]) == (200, answer.headers["X-Session-ID"])
+
+    served()(check)()
 
 
 @served()

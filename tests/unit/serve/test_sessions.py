@@ -3,6 +3,7 @@ wherever a process dies; groups have consecutive positions; a stored row is read
 """
 
 import itertools
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from rftdask.buffer.log.shard import done_units
 from rftdask.config import load_config
 from rftdask.serve.sessions import RewardedSession, SessionStore
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.checked_json import dump_checked, load_checked
 from rftdask.testing.storage_faults import FaultyStorage
 from tests.unit.config.config_cases import grpo
 
@@ -161,3 +163,47 @@ def test_each_session_is_in_the_log_once_after_any_crash(left: int) -> None:
         groups.setdefault(index, []).append(tokens[0])
     assert sorted(map(sorted, groups.values())) == [[0, 2], [1, 3], [4]]
     assert bank.num_waiting == 0 and not storage.list("serve/groups") and not storage.list("serve/sessions")
+
+
+def test_unreadable_session_is_quarantined_and_others_go_on() -> None:
+    storage = open_storage(f"memory://bank-{next(_numbers)}")
+    bank = bank_of(storage)
+    bank.put(session(0, "a"))
+    bank.put(session(1, "a"))
+    bank.put(session(2, "b"))
+    # Rows that no log takes, by an earlier version, and a flipped byte.
+    wrong = dict(load_checked(storage.get("serve/sessions/s0.json")))
+    wrong["rows"][0]["metrics"] = {"steps": "many"}
+    storage.put("serve/sessions/s0.json", dump_checked(wrong))
+    assert bank.commit_groups() == 1 and committed(storage) == {(0, 1): [1, 1]}
+    storage.put("serve/sessions/s2.json", storage.get("serve/sessions/s2.json").replace(b"served", b"swerve", 1)[:-9])
+    for _ in range(2):
+        bank = bank_of(storage)
+        assert bank.num_waiting == 0
+    assert sorted(storage.list("serve/quarantine")) == [
+        f"s{number}{suffix}" for number in (0, 2) for suffix in (".json", ".reason.json")
+    ]
+    reason = json.loads(storage.get("serve/quarantine/s0.reason.json"))["reason"]
+    assert "many" in reason and not storage.list("serve/sessions")
+    kept = bank.find("s0")
+    assert kept is not None and kept["reward"] == 0.0, "a repeated reward gets the same answer"
+
+
+def test_session_whose_rows_no_log_takes_is_not_stored() -> None:
+    storage = open_storage(f"memory://bank-{next(_numbers)}")
+    bank = bank_of(storage)
+    [row, _] = session(0, "a").rows
+    with pytest.raises(ValueError, match="loss_mask of 2"):
+        bank.put(RewardedSession("s0", "a", 0.0, (replace(row, loss_mask=np.array([True, False])),)))
+    assert not storage.list("serve/sessions")
+
+
+def test_text_that_utf8_lacks_does_not_stop_the_server() -> None:
+    storage = open_storage(f"memory://bank-{next(_numbers)}")
+    [row, _] = session(0, "").rows
+    stored = RewardedSession("s0", "", 0.0, (replace(row, metrics={"a\ud800": 1.0}, prompt_text="\udfff"),))
+    bank_of(storage).put(stored)
+    assert bank_of(storage).commit_groups() == 1
+    log = open_log(storage, CONFIG)
+    [found] = log.read(log.shards()[0]).to_pylist()
+    assert (dict(found["metrics"]), found["prompt_text"]) == ({r"a\ud800": 1.0}, r"\udfff")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.storage.checked_json import dump_checked, load_checked
+from rftdask.storage.checked_json import MAX_DEPTH, dump_checked, load_checked, parse_portable
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -42,3 +42,28 @@ def test_only_objects_are_accepted(data: bytes) -> None:
 
 def test_an_object_without_a_checksum_is_taken_as_it_is() -> None:
     assert load_checked(json.dumps({"a": 1}).encode()) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "nested deeper than 100 levels"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ["\\ud800"]}', "not text in UTF-8"),
+        (b'{"\\udfff": 1}', "not text in UTF-8"),
+        (b'"\xed\xa0\x80"', "not text in UTF-8"),
+        (b"[NaN]", "nan, which is not a number"),
+        (b"-1e999", "-inf, which is not a number"),
+        (b"1" * 400, "not a number of float64"),
+    ],
+    ids=range(8),
+)
+def test_json_that_cannot_be_sent_on_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse_portable(data)
+
+
+def test_portable_json_is_parsed_as_it_is() -> None:
+    data = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
+    assert parse_portable(data) == json.loads(data)
+    assert parse_portable('{"a": "\\ud83d\\ude00", "b": [1e308, -7, null, true]}')["a"] == "\U0001f600"

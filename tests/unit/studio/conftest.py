@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -9,9 +10,9 @@ from tests.unit.reports.lineage.lineage_cases import Case, make_run
 
 
 @contextmanager
-def studio_of(case: Case) -> Iterator[StudioServer]:
+def studio_of(case: Case, **options: Any) -> Iterator[StudioServer]:
     """Serve the folder that contains the run of `case` as p/run."""
-    with StudioServer(case.config.checkpoint_root_dir) as running:
+    with StudioServer(case.config.checkpoint_root_dir, **options) as running:
         thread = threading.Thread(target=running.run)
         thread.start()
         yield running

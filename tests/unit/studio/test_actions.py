@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rftdask.studio.folder import Folder
 from rftdask.studio.form import Fields
 from rftdask.studio.server import Studio, StudioServer
 from tests.unit.reports.lineage.lineage_cases import Case, make_config, make_run
+from tests.unit.studio.conftest import studio_of
 
 FIELDS = Fields(
     {
@@ -141,7 +143,7 @@ def ask(server: StudioServer, body: Any, **headers: str | None) -> tuple[int, di
         "X-Rftdask-Action-Token": match[1] if match else "",
     }
     sent_headers |= {name.replace("_", "-"): value for name, value in headers.items()}
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = body if isinstance(body, bytes | Iterator) else json.dumps(body).encode()
     sent = {name: value for name, value in sent_headers.items() if value is not None}
     connection.request("POST", "/do", data, sent)
     answer = connection.getresponse()
@@ -160,6 +162,14 @@ def test_a_page_of_the_studio_can_act(own_case: Case, own_server: StudioServer) 
     assert not (root / "configs").exists(), "checking writes nothing"
     assert ask(own_server, FORM) == (200, {"message": "wrote configs/first.yaml"})
     assert (root / "configs/first.yaml").exists()
+
+
+def test_a_page_behind_a_proxy_with_tls_can_act(own_case: Case) -> None:
+    with studio_of(own_case, hosts=["hub.example.org"]) as server:
+        hub = {"Host": "hub.example.org", "Origin": "https://hub.example.org"}
+        assert ask(server, FORM, **hub)[0] == 200
+        for origin in ("https://evil.example", "https://hub.example.org:1"):
+            assert ask(server, {**FORM, "replace": True}, **{**hub, "Origin": origin})[0] == 403
 
 
 @pytest.mark.parametrize(
@@ -204,6 +214,12 @@ def test_other_requests_cannot_act(own_case: Case, own_server: StudioServer, hea
 def test_explain_invalid_values(own_server: StudioServer, body: Any) -> None:
     status, result = ask(own_server, body)
     assert status == 400 and result["error"]
+
+
+def test_a_chunked_body_is_bounded(own_server: StudioServer) -> None:
+    body = json.dumps({**FORM, "do": "form", "more": "x" * 1_100_000}).encode()
+    status, result = ask(own_server, iter([body[:1000], body[1000:]]))
+    assert status == 400 and "1,000,000 bytes" in result["error"]
 
 
 def test_reading_starts_nothing(server: StudioServer) -> None:

@@ -248,11 +248,21 @@ def test_the_printed_url_opens_the_pages(server):
     assert fetch(server, "/?token=guess%C3%A9", cookie="")[0] == 403
     path = server.address("/run", run="p/run").partition(str(server.port))[2]
     status, _, headers = fetch(server, path, cookie="")
-    assert (status, headers["Location"]) == (303, f"/run?{RUN}") and "HttpOnly" in headers["Set-Cookie"]
+    assert (status, headers["Location"]) == (303, f"./run?{RUN}") and "HttpOnly" in headers["Set-Cookie"]
     assert fetch(server, "/", cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
     # Never redirect to another host.
     _, _, headers = fetch(server, f"//evil.example/?token={server.token}", cookie="")
-    assert headers["Location"] == "/evil.example/"
+    assert headers["Location"] == "./"
+
+
+def test_a_proxy_may_have_a_host_name_and_a_path(case):
+    with studio_of(case, hosts=["Hub.example.org"]) as server:
+        for host in ("hub.example.org", "hub.example.org:8443", f"127.0.0.1:{server.port}"):
+            assert fetch(server, f"/run?{RUN}", host=host)[0] == 200
+        for host in ("evil.example", "hub.example.org.evil", "x.hub.example.org:80", "evil:hub.example.org"):
+            status, page, _ = fetch(server, f"/run?{RUN}", host=host)
+            assert status == 403 and "--allow-host" in page
+        assert fetch(server, "/", host="hub.example.org", cookie="")[0] == 403, "the token is still needed"
 
 
 def test_every_page_works_on_an_object_store(s3_url):

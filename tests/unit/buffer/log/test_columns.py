@@ -164,3 +164,15 @@ def test_the_schema_version_is_in_the_parquet_metadata() -> None:
     table = experiences_to_table([FULL], run="my run")
     assert table.schema.equals(SCHEMA)
     assert table.schema.metadata == {b"rftdask.schema": b"1.5", b"rftdask.run": b'"my run"'}
+
+
+def test_text_that_utf8_lacks_is_stored_as_an_escape() -> None:
+    lone, shown = "a\ud800", r"a\ud800"
+    texts = dict.fromkeys(("taskset", "prompt_text", "response_text", "truth", "error"), lone)
+    turns = (Turn(0, 0, 4, 0, 2, lone, 7, env_state=lone),)
+    rows = [dataclasses.replace(FULL, metrics={lone: 1.0}, turns=turns, **texts), FULL]
+    first, second = experiences_to_table(rows).to_pylist()
+    assert {first[name] for name in texts} == {shown} and first["uid"].startswith(shown)
+    assert (first["turns"][0]["source"], first["turns"][0]["env_state"]) == (shown, shown)
+    assert dict(first["metrics"]) == {shown: 1.0}
+    assert second == experiences_to_table([FULL]).to_pylist()[0]
