@@ -163,30 +163,6 @@ def test_prompt_and_response_may_be_chats() -> None:
         read([row], prompt_type="plaintext")
 
 
-def test_null_keys_of_messages_are_removed() -> None:
-    """Parquet rows have every key that any message has; templates test whether a key exists."""
-    seen: list[Any] = []
-
-    class Seeing(CharTokenizer):
-        def apply_chat_template(self, messages: Any, **options: Any) -> str:
-            seen.append((messages, options.get("tools", ())))
-            return super().apply_chat_template(messages, **options)
-
-    chat = [
-        {"role": "user", "content": "a", "tool_calls": None},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "id": None}]},
-        {"role": "assistant", "content": "b", "tool_calls": None},
-    ]
-    read([{"messages": chat, "tools": [{"name": "add", "parameters": {"x": None, "y": {"type": "int"}}}]}], Seeing())
-    messages, tools = seen[0]
-    assert messages == [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
-        {"role": "assistant", "content": "b"},
-    ]
-    assert tools == [{"name": "add", "parameters": {"y": {"type": "int"}}}]
-
-
 def test_a_raw_row_ends_once() -> None:
     class Spelled(CharTokenizer):
         def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

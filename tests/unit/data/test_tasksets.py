@@ -102,7 +102,7 @@ def test_check_reports_a_missing_column_with_the_existing_ones(changes: dict[str
     [
         ({"question": None, "answer": "2"}, {}, "row 1: column 'question' .* is empty"),
         ({"answer": "2"}, {}, "row 1: .* no column 'question'"),
-        ({"question": [1], "answer": "2"}, {}, "row 1: column 'question' is neither text nor a chat"),
+        ({"question": [1], "answer": "2"}, {}, "row 1: column 'question' is not a list of messages"),
         ({"question": CHAT, "answer": "2"}, {"prompt_type": "plaintext"}, "row 1: .* plaintext needs text"),
         ({"question": CHAT, "answer": "2"}, {"prompt_type": "raw"}, "row 1: .* raw needs text"),
     ],
