@@ -11,7 +11,10 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
+
+import numpy as np
 
 from rftdask.config import fill_from_environment
 from rftdask.config.plugins import nearest
@@ -131,7 +134,7 @@ class Taskset:
             index=index,
             prompt=prompt,
             messages=tuple(messages),
-            truth=truth_text(self._cell(row, index, "response_key", fmt.response_key)) if fmt.response_key else "",
+            truth=self._truth(row, index) if fmt.response_key else "",
             workflow=_choice(row, fmt.workflow_key, self._workflow),
             reward_fn=_choice(row, fmt.reward_fn_key, self._reward_fn),
             workflow_args=fill_from_environment(self._config.workflow_args),
@@ -170,6 +173,14 @@ class Taskset:
     def _is_json_chat(self, value: str) -> bool:
         """True for the JSON text of a chat. A column of chats may also have texts of one message."""
         return self._has_messages and _JSON_CHAT.match(value) is not None
+
+    def _truth(self, row: Mapping[str, Any], index: int) -> str:
+        answer = self._cell(row, index, "response_key", self._format.response_key)
+        try:
+            return truth_text(answer)
+        except DataError as error:
+            column = f"column {self._format.response_key!r} (format.response_key)"
+            raise DataError(f"{self._where(index)}: {column} {error}") from error
 
     def _cell(self, row: Mapping[str, Any], index: int, option: str, column: str) -> Any:
         if column not in row:
@@ -222,11 +233,33 @@ def with_system_prompt(
 
 
 def _choice(row: Mapping[str, Any], column: str, default: str) -> str:
-    return str(row.get(column) or default) if column else default
+    if not column or not (value := row.get(column)):
+        return default
+    try:
+        return _text(value)
+    except DataError as error:
+        raise DataError(f"column {column!r} {error}") from error
 
 
 def truth_text(answer: Any) -> str:
-    """Return a reference answer as text: "72" for "48+24 = 72\\n#### 72", "72" and 72; JSON for a list or an object."""
-    if not isinstance(answer, str):
-        return json.dumps(answer, default=str) if isinstance(answer, (list, dict)) else str(answer)
-    return final_answer(answer)
+    """Return a reference answer as text, which is "72" for "48+24 = 72\\n#### 72", "72", 72, 72.0 and b"72".
+
+    Numbers are as people write them, without an exponent or zeros at the end. A list or an object is JSON.
+    Raises: DataError: bytes that are not UTF-8.
+    """
+    if isinstance(answer, list | dict):
+        return json.dumps(answer, default=_text)
+    return final_answer(_text(answer)) if isinstance(answer, str | bytes) else _text(answer)
+
+
+def _text(value: Any) -> str:
+    """Return a value as text. Raises: DataError: bytes that are not UTF-8."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"holds bytes that are not UTF-8: {value!r:.60}; store text") from error
+    if isinstance(value, float | Decimal | np.floating) and math.isfinite(value):
+        text = format(Decimal(str(value or 0)), "f")
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return str(value)

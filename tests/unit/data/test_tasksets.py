@@ -1,9 +1,11 @@
 """Promises of tasksets: the format maps columns to tasks, and a wrong column fails before the first rollout."""
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sqlalchemy as sa
 
@@ -121,11 +123,33 @@ def test_check_names_a_row_that_does_not_fit(row: dict[str, Any], changes: dict[
         ("#### A heading\nand then some text", "#### A heading\nand then some text"),
         (72, "72"),
         (0.5, "0.5"),
+        (72.0, "72"),
+        (-0.0, "0"),
+        (1e-7, "0.0000001"),
+        (1e22, "1" + 22 * "0"),
+        (0.1 + 0.2, "0.30000000000000004"),
+        (np.float32(72.5), "72.5"),
+        (np.int64(70), "70"),
+        (Decimal("72.00"), "72"),
+        (Decimal("700"), "700"),
+        (Decimal("3.50"), "3.5"),
+        (float("nan"), "nan"),
+        (True, "True"),
+        (b"72", "72"),
+        (b"48+24 = 72\n#### 72", "72"),
+        ([b"a", Decimal("2.50")], '["a", "2.5"]'),
         ({"target": 3, "numbers": [1, 2]}, '{"target": 3, "numbers": [1, 2]}'),
     ],
 )
 def test_the_truth_is_the_final_answer_as_text(answer: Any, truth: str) -> None:
     assert truth_text(answer) == truth
+
+
+def test_bytes_that_are_no_text_are_refused_as_an_answer() -> None:
+    with pytest.raises(DataError, match=r"row 0: column 'answer' .* holds bytes that are not UTF-8: b'\\xff'"):
+        taskset({"question": "1+1?", "answer": b"\xff"}).task(0, 0)
+    with pytest.raises(DataError, match="column 'style' holds bytes"):
+        taskset({**ROW, "style": b"\xff"}, system_prompt_key="style").task(0, 0)
 
 
 def test_a_mark_in_the_middle_is_not_a_final_answer() -> None:
