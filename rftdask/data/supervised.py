@@ -100,7 +100,14 @@ class SftRows:
         hidden: dict[str, str] = {}
         pieces = [(example.prompt, False), (example.response, True)]
         if example.messages:
-            pieces, hidden = self._render(number, row, example)
+            try:
+                pieces, hidden = self._render(number, row, example)
+            except DataError:
+                raise
+            except Exception as error:  # a template may raise anything
+                raise DataError(
+                    f"row {number}: the chat template cannot render it: {type(error).__name__}: {error}"
+                ) from error
         parts = _encode_pieces(partial(encode_hidden, self._tokenizer, hidden=hidden), [text for text, _ in pieces])
         if not example.messages:
             parts[0] = with_first_token(self._tokenizer, parts[0])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
 from rftdask.config.schema.buffer import FormatConfig
 from rftdask.data.datasets import RowsDataset
@@ -119,6 +120,19 @@ def test_a_template_that_changes_the_prompt_is_refused() -> None:
 def test_a_value_that_is_not_text_is_refused_with_its_row(prompt_type: str) -> None:
     with pytest.raises(DataError, match="row 1: column 'a' holds int, not text"):
         read([{"q": "1", "a": "2"}, {"q": "1", "a": 2}], prompt_type=prompt_type)
+
+
+@pytest.mark.parametrize("error", [TypeError("no text"), TemplateError("roles must alternate"), KeyError("content")])
+def test_a_row_that_the_template_refuses_is_named(error: Exception) -> None:
+    class Refusing(CharTokenizer):
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            if messages[0]["content"] == "bad":
+                raise error
+            return super().apply_chat_template(messages, **options)
+
+    rows = [{"q": "good", "a": "b"}, {"q": "bad", "a": "b"}]
+    with pytest.raises(DataError, match=f"row 1: the chat template cannot render it: {type(error).__name__}: "):
+        read(rows, Refusing())
 
 
 def test_a_missing_column_is_reported_with_the_existing_ones() -> None:
