@@ -19,7 +19,7 @@ import numpy as np
 from rftdask.config import fill_from_environment
 from rftdask.config.plugins import nearest
 from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
-from rftdask.data.chats import read_chat
+from rftdask.data.chats import read_chat, read_tools
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.images import ImageFolder, image_files, video_files
 from rftdask.data.task import Task, final_answer
@@ -140,6 +140,7 @@ class Taskset:
             workflow_args=fill_from_environment(self._config.workflow_args),
             reward_fn_args=fill_from_environment(self._config.reward_fn_args),
             row=row,
+            tools=tuple(read_tools(stored, fmt.tools_key, f"{self._where(index)}: column {fmt.tools_key!r}") or ()),
         )
 
     def _images(self, row: Mapping[str, Any], index: int, option: str) -> list[str]:

@@ -65,6 +65,16 @@ def test_a_chat_column_keeps_its_system_prompt(changes: dict[str, str]) -> None:
     assert tasks.task(0, 0).messages == tuple(CHAT)
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_of_a_row_belong_to_its_task(as_text: bool) -> None:
+    tools = [{"name": "add", "parameters": {"x": {"default": None}}}]
+    row = {**ROW, "functions": json.dumps(tools) if as_text else tools}
+    assert taskset(row, tools_key="functions").task(0, 0).tools == tuple(tools)
+    assert taskset(row).task(0, 0).tools == ()
+    with pytest.raises(DataError, match="row 0: column 'functions' holds dict, not a list of JSON schemas"):
+        taskset({**ROW, "functions": {}}, tools_key="functions").task(0, 0)
+
+
 def test_a_row_may_name_its_workflow_and_its_reward() -> None:
     rows = [{**ROW, "how": "simple_workflow", "score": ""}, {**ROW, "how": None, "score": "math_reward"}]
     tasks = taskset(*rows, workflow_key="how", reward_fn_key="score", reward_fn="accuracy_reward")
