@@ -157,6 +157,32 @@ def _answer(path: str, request: Callable[[], Any]) -> Any:
         ) from None
 
 
+class TableRow(dict[str, Any]):
+    """Row of an Arrow table, whose structs have the keys of all rows: null where the row itself lacks the key."""
+
+    def __init__(self, values: Mapping[str, Any], schema: pa.Schema) -> None:
+        super().__init__(values)
+        self.schema = schema
+
+
+def own_value(row: Mapping[str, Any], column: str) -> Any:
+    """Return a value of a row; of a `TableRow` without the nulls in its structs, which stand for missing keys."""
+    value = row.get(column)
+    if not isinstance(row, TableRow) or (place := row.schema.get_field_index(column)) < 0:
+        return value
+    return _without_nulls(value, row.schema.field(place).type)
+
+
+def _without_nulls(value: Any, kind: pa.DataType) -> Any:
+    # By type: a null inside JSON text, or of a list, was stored by somebody.
+    if isinstance(value, Mapping) and pa.types.is_struct(kind):
+        kinds = {field.name: field.type for field in kind}
+        return {key: _without_nulls(item, kinds.get(key)) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
+        return [_without_nulls(item, kind.value_type) for item in value]
+    return value
+
+
 class RowsDataset:
     """Rows in memory, in one part per file; a part is a list of dicts or an Arrow table."""
 
@@ -177,14 +203,19 @@ class RowsDataset:
         number = bisect_right(self._ends, index)
         part = self._parts[number]
         offset = index - (self._ends[number] - len(part))
-        return part.slice(offset, 1).to_pylist()[0] if isinstance(part, pa.Table) else part[offset]
+        if not isinstance(part, pa.Table):
+            return part[offset]
+        return TableRow(part.slice(offset, 1).to_pylist()[0], part.schema)
 
 
 class WrappedDataset:
     """Adapts a dataset object of another package."""
 
-    def __init__(self, rows: Any, columns: Iterable[str], fingerprint: str = "") -> None:
-        """fingerprint: "" computes it from all rows of `rows`, a `datasets.Dataset`."""
+    def __init__(
+        self, rows: Any, columns: Iterable[str], fingerprint: str = "", schema: pa.Schema | None = None
+    ) -> None:
+        """fingerprint: "" computes it from all rows of `rows`, a `datasets.Dataset`, whose Arrow schema is `schema`."""
+        self._schema = schema
         self._rows = rows
         self.columns = tuple(columns)
         self._fingerprint = fingerprint
@@ -205,7 +236,8 @@ class WrappedDataset:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return dict(self._rows[index])
+        row = dict(self._rows[index])
+        return row if self._schema is None else TableRow(row, self._schema)
 
 
 # Files
@@ -338,7 +370,7 @@ def _open_hub(path: str, split: str, subset_name: str | None) -> Dataset:
         raise DataError(
             f"dataset {path}: no such file, and it could not be loaded as a Hub dataset ({which}): {error}"
         ) from error
-    return WrappedDataset(rows, rows.column_names)
+    return WrappedDataset(rows, rows.column_names, schema=rows.features.arrow_schema)
 
 
 def _open_saved(path: str, split: str) -> Dataset:
@@ -352,7 +384,7 @@ def _open_saved(path: str, split: str) -> Dataset:
         if split not in rows:
             raise DataError(f"dataset {path}: no split {split!r}; it has {', '.join(rows)}")
         rows = rows[split]
-    return WrappedDataset(rows, rows.column_names)
+    return WrappedDataset(rows, rows.column_names, schema=rows.features.arrow_schema)
 
 
 def _digest(tree: object) -> str:

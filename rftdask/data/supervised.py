@@ -10,7 +10,6 @@ Pieces are tokenized separately only if a token would span such a cut.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from rftdask.config.schema.buffer import FormatConfig
+from rftdask.data.chats import Message, read_chat, read_tools
 from rftdask.data.datasets import Dataset
 from rftdask.data.tasksets import with_system_prompt
 from rftdask.data.tokenizer import (
@@ -32,7 +32,6 @@ from rftdask.data.tokenizer import (
     with_first_token,
 )
 from rftdask.errors import DataError
-from rftdask.storage.checked_json import parse_json
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Begin of a template block that renders the assistant's text."""
@@ -41,7 +40,6 @@ Row = tuple[Sequence[int], int, Sequence[bool] | None]
 """(tokens, prompt length, loss mask of the response or None for all of it)."""
 LabeledRow = tuple[Sequence[int], int, Sequence[bool] | None, float]
 """A `Row` with 1.0 for a desirable response, 0.0 for an undesirable one."""
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,14 @@ class SftRows:
         hidden: dict[str, str] = {}
         pieces = [(example.prompt, False), (example.response, True)]
         if example.messages:
-            pieces, hidden = self._render(number, row, example)
+            try:
+                pieces, hidden = self._render(number, row, example)
+            except DataError:
+                raise
+            except Exception as error:  # a template may raise anything
+                raise DataError(
+                    f"row {number}: the chat template cannot render it: {type(error).__name__}: {error}"
+                ) from error
         parts = _encode_pieces(partial(encode_hidden, self._tokenizer, hidden=hidden), [text for text, _ in pieces])
         if not example.messages:
             parts[0] = with_first_token(self._tokenizer, parts[0])
@@ -127,7 +132,8 @@ class SftRows:
     ) -> tuple[list[tuple[str, bool]], dict[str, str]]:
         """Render the chat; return (text, is learned) pieces, and the hidden special tokens (`hide_special`)."""
         prefix = self._format.reply_prefix or ""
-        chat = example.messages, _tools(number, row, self._format.tools_key), prefix
+        key = self._format.tools_key
+        chat = example.messages, read_tools(row, key, _where(number, key)), prefix
         (messages, tools, prefix), hidden = hide_special(self._tokenizer, chat)
 
         def render(messages: Sequence[Message], **options: Any) -> str:
@@ -283,7 +289,8 @@ def read_examples(schema: str, number: int, row: Mapping[str, Any], fmt: FormatC
     if fmt.prompt_type != "messages" or row.get(fmt.messages_key) is None:
         prompt = _chat(number, row, fmt, fmt.prompt_key, "user")
         return (_answered(number, row, fmt, prompt, fmt.response_key),)
-    messages = with_system_prompt(_messages(number, row[fmt.messages_key], fmt.messages_key), row, fmt)
+    chat = read_chat(row, fmt.messages_key, _where(number, fmt.messages_key))
+    messages = with_system_prompt(chat, row, fmt)
     # An answer at place 0 answers nothing. Unless all answers are learned, the last message must be the row's answer.
     answers = [place for place, message in enumerate(messages) if place and message["role"] == "assistant"]
     all_are_learned = fmt.enable_concatenated_multi_turn or fmt.return_assistant_tokens_mask
@@ -310,7 +317,7 @@ def _read_pair(number: int, row: Mapping[str, Any], fmt: FormatConfig) -> tuple[
     elif any(has_prompt):
         raise DataError(f"row {number}: only one of the columns {keys[0]!r} and {keys[1]!r} begins with a prompt")
     elif fmt.prompt_type == "messages" and row.get(fmt.messages_key) is not None:
-        prompt = _messages(number, row[fmt.messages_key], fmt.messages_key)
+        prompt = read_chat(row, fmt.messages_key, _where(number, fmt.messages_key))
     elif fmt.prompt_key in row:
         prompt = _chat(number, row, fmt, fmt.prompt_key, "user")
     else:
@@ -356,45 +363,13 @@ def _raw(number: int, row: Mapping[str, Any], fmt: FormatConfig, column: str) ->
 
 def _chat(number: int, row: Mapping[str, Any], fmt: FormatConfig, column: str, role: str) -> list[Message]:
     """Read a column of messages, or of text as one message of `role`."""
-    value = row.get(column)
-    if fmt.prompt_type == "messages" and isinstance(value, list | tuple | np.ndarray):
-        return _messages(number, value, column)
+    if fmt.prompt_type == "messages" and isinstance(row.get(column), list | tuple | np.ndarray):
+        return read_chat(row, column, _where(number, column))
     return [{"role": role, "content": _text(number, row, column)}]
 
 
-def _messages(number: int, value: Any, column: str) -> list[Message]:
-    """Read a chat or its JSON text, without the nulls that a table has for missing keys of messages."""
-    where = f"row {number}: column {column!r}"
-    try:
-        messages = parse_json(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(f"{where} is not valid JSON: {error}") from error
-    is_list = isinstance(messages, list | tuple | np.ndarray) and len(messages) > 0
-    if not is_list or not all(isinstance(message, Mapping) for message in messages):
-        raise DataError(f"{where} is not a list of messages {{role, content}}")
-    for message in messages:
-        if not isinstance(message.get("role"), str) or isinstance(message.get("content"), int | float):
-            raise DataError(f"{where} has the message {str(message)[:80]}, which is not {{role: text, content: text}}")
-    # Templates read the content of every message, even of a tool call, whose content is null.
-    return [{key: None for key in message if key == "content"} | _without_nulls(message) for message in messages]
-
-
-def _tools(number: int, row: Mapping[str, Any], column: str) -> list[Any] | None:
-    value = row.get(column)
-    try:
-        # Tables store schemas as text, because tools have different fields.
-        tools = json.loads(value) if isinstance(value, str) and value else value or None
-    except ValueError as error:
-        raise DataError(f"row {number}: column {column!r} is not valid JSON: {error}") from error
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f"row {number}: column {column!r} holds {type(tools).__name__}, not a list of JSON schemas")
-    return None if tools is None else [_without_nulls(tool) for tool in tools]
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple | np.ndarray) else value
+def _where(number: int, column: str) -> str:
+    return f"row {number}: column {column!r}"
 
 
 def _text(number: int, row: Mapping[str, Any], column: str) -> str:

@@ -35,6 +35,8 @@ class Task:
     reward_fn_args: Mapping[str, Any] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
     """The whole dataset row, for workflows that need more."""
+    tools: tuple[Any, ...] = ()
+    """JSON schemas of the tools that the chat template shows; (): none."""
 
     @property
     def group_id(self) -> str:

@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 from rftdask.config import Config, replace
 from rftdask.config.base import plain
 from rftdask.config.schema.run import MADE_ROWS
-from rftdask.data.datasets import open_dataset
+from rftdask.data.datasets import open_dataset, own_value
 from rftdask.data.juicer import check_juicer, open_juicer
 from rftdask.data.juicer.base import OperatorResult, Pipeline, make_pipeline, read_recipe
 from rftdask.data.juicer.environment import VERSION, find_environment
@@ -200,7 +200,10 @@ def _gather(stage: Config) -> tuple[list[dict[str, Any]], dict[str, str]]:
         read = open_dataset(path, split=dataset.split, subset_name=dataset.subset_name)
         fingerprints[path] = read.fingerprint
         name = os.path.basename(path.rstrip("/"))
-        rows += [{SOURCE: f"{name}#{number}", **read[number]} for number in range(len(read))]
+        for number in range(len(read)):
+            row = read[number]
+            # Without the nulls of Arrow structs, because JSON has no way to distinguish them from stored ones.
+            rows.append({SOURCE: f"{name}#{number}", **{column: own_value(row, column) for column in row}})
     return rows, fingerprints
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from rftdask.config import fill_from_environment
 from rftdask.config.plugins import nearest
 from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
+from rftdask.data.chats import read_chat, read_tools
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.images import ImageFolder, image_files, video_files
 from rftdask.data.task import Task, final_answer
@@ -24,6 +27,7 @@ from rftdask.errors import DataError
 
 DEFAULT_WORKFLOW = "simple_workflow"
 """Workflow of tasks that name none."""
+_JSON_CHAT = re.compile(r"\s*\[\s*\{")
 _NUM_CHECKED_ROWS = 16  # Rows that `check` reads as tasks: a wrong column fails in the first ones.
 
 
@@ -108,33 +112,35 @@ class Taskset:
 
     def task(self, epoch: int, index: int) -> Task:
         """Return the task of row `index`. Raises: DataError: the row lacks the prompt or the answer."""
-        fmt, row = self._format, self.dataset[index]
+        fmt, stored = self._format, self.dataset[index]
+        row = dict(stored)
         option, key = ("messages_key", fmt.messages_key) if self._has_messages else ("prompt_key", fmt.prompt_key)
         value = self._cell(row, index, option, key)
-        prompt = value if isinstance(value, str) else ""
+        prompt = value if isinstance(value, str) and not self._is_json_chat(value) else ""
         messages: list[Mapping[str, Any]] = []
         if fmt.prompt_type != "messages" and not isinstance(value, str):
             kind = type(value).__name__
             raise DataError(f"{self._where(index)}: column {key!r} holds a {kind}, {fmt.prompt_type} needs text")
         for option in ("image_key", "video_key"):
             if column := getattr(fmt, option):
-                row = {**row, column: self._images(row, index, option)}
+                row[column] = self._images(row, index, option)
         if fmt.prompt_type == "raw":
             prompt += fmt.reply_prefix or ""
         else:
-            messages = self._chat(value, row, f"{self._where(index)}: column {key!r}")
+            messages = self._chat(stored, key, row, f"{self._where(index)}: column {key!r}")
         return Task(
             taskset=self._config.name,
             epoch=epoch,
             index=index,
             prompt=prompt,
             messages=tuple(messages),
-            truth=truth_text(self._cell(row, index, "response_key", fmt.response_key)) if fmt.response_key else "",
+            truth=self._truth(row, index) if fmt.response_key else "",
             workflow=_choice(row, fmt.workflow_key, self._workflow),
             reward_fn=_choice(row, fmt.reward_fn_key, self._reward_fn),
             workflow_args=fill_from_environment(self._config.workflow_args),
             reward_fn_args=fill_from_environment(self._config.reward_fn_args),
             row=row,
+            tools=tuple(read_tools(stored, fmt.tools_key, f"{self._where(index)}: column {fmt.tools_key!r}") or ()),
         )
 
     def _images(self, row: Mapping[str, Any], index: int, option: str) -> list[str]:
@@ -148,20 +154,34 @@ class Taskset:
         folder = ImageFolder()
         return [folder.put(file) for file in files]
 
-    def _chat(self, value: Any, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-        """Return a text or a chat as messages, with the system prompt before and the reply prefix after it."""
-        fmt = self._format
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
-        if not is_list or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
-            raise DataError(f"{where} is neither text nor a chat [{{role, content}}]: {value!r:.100}")
+    def _chat(
+        self, stored: Mapping[str, Any], column: str, row: Mapping[str, Any], where: str
+    ) -> list[Mapping[str, Any]]:
+        """Return a text or a chat as messages, with the system prompt before and the reply prefix after it.
+
+        row: `stored` with the names of images and videos instead of their files.
+        """
+        fmt, value = self._format, stored[column]
+        is_text = isinstance(value, str) and not self._is_json_chat(value)
+        chat = [{"role": "user", "content": value}] if is_text else read_chat(stored, column, where)
         end = [{"role": "assistant", "content": fmt.reply_prefix}] if fmt.reply_prefix else []
-        chat = [dict(message) for message in messages]
         if fmt.image_key:
             _show_images(chat, row[fmt.image_key], "image", where)
         if fmt.video_key:
             _show_images(chat, row[fmt.video_key], "video", where)
         return [*with_system_prompt(chat, row, fmt), *end]
+
+    def _is_json_chat(self, value: str) -> bool:
+        """True for the JSON text of a chat. A column of chats may also have texts of one message."""
+        return self._has_messages and _JSON_CHAT.match(value) is not None
+
+    def _truth(self, row: Mapping[str, Any], index: int) -> str:
+        answer = self._cell(row, index, "response_key", self._format.response_key)
+        try:
+            return truth_text(answer)
+        except DataError as error:
+            column = f"column {self._format.response_key!r} (format.response_key)"
+            raise DataError(f"{self._where(index)}: {column} {error}") from error
 
     def _cell(self, row: Mapping[str, Any], index: int, option: str, column: str) -> Any:
         if column not in row:
@@ -190,10 +210,7 @@ def _show_images(chat: list[dict[str, Any]], names: Sequence[str], kind: str, wh
 
     Without placeholders they go before the text of the first user message. Raises: DataError: the counts differ.
     """
-    for message in chat:
-        if isinstance(message["content"], list | tuple | np.ndarray):
-            message["content"] = [dict(part) for part in message["content"]]
-    contents = [message["content"] for message in chat if isinstance(message["content"], list)]
+    contents = [message["content"] for message in chat if isinstance(message.get("content"), list)]
     places = [part for content in contents for part in content if part.get("type") == kind]
     if not places and names:
         first = next((message for message in chat if message["role"] == "user"), chat[0])
@@ -217,11 +234,33 @@ def with_system_prompt(
 
 
 def _choice(row: Mapping[str, Any], column: str, default: str) -> str:
-    return str(row.get(column) or default) if column else default
+    if not column or not (value := row.get(column)):
+        return default
+    try:
+        return _text(value)
+    except DataError as error:
+        raise DataError(f"column {column!r} {error}") from error
 
 
 def truth_text(answer: Any) -> str:
-    """Return a reference answer as text: "72" for "48+24 = 72\\n#### 72", "72" and 72; JSON for a list or an object."""
-    if not isinstance(answer, str):
-        return json.dumps(answer, default=str) if isinstance(answer, (list, dict)) else str(answer)
-    return final_answer(answer)
+    """Return a reference answer as text, which is "72" for "48+24 = 72\\n#### 72", "72", 72, 72.0 and b"72".
+
+    Numbers are as people write them, without an exponent or zeros at the end. A list or an object is JSON.
+    Raises: DataError: bytes that are not UTF-8.
+    """
+    if isinstance(answer, list | dict):
+        return json.dumps(answer, default=_text)
+    return final_answer(_text(answer)) if isinstance(answer, str | bytes) else _text(answer)
+
+
+def _text(value: Any) -> str:
+    """Return a value as text. Raises: DataError: bytes that are not UTF-8."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"holds bytes that are not UTF-8: {value!r:.60}; store text") from error
+    if isinstance(value, float | Decimal | np.floating) and math.isfinite(value):
+        text = format(Decimal(str(value or 0)), "f")
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return str(value)

@@ -9,6 +9,7 @@ is a function of the step (style fixed), a run repeats its bits. This module doe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
@@ -129,8 +130,8 @@ class LearnedOrder:
 def pass_rates(tables: Iterable[pa.Table], repeat_times: int) -> dict[int, float]:
     """Fraction of passed rollouts by row of the task, ordered by row, for tasks with a scored rollout.
 
-    A rollout passes by its metric accuracy if it has one, else by a reward above 0. It counts once, however many turns
-    it took. Failed rollouts and the greedy one do not count.
+    A rollout passes by its metric accuracy if that is a number, else by a reward above 0. It counts once, however many
+    turns it took. Failed rollouts and the greedy one do not count.
     """
     passed: dict[int, list[float]] = {}
     for table in tables:
@@ -140,6 +141,7 @@ def pass_rates(tables: Iterable[pa.Table], repeat_times: int) -> dict[int, float
             # Rollouts that an operator filtered out were scored, and show the difficulty of the task.
             scored = Status(status).trainable or status == Status.FILTERED
             if turn == 0 and rollout < repeat_times and reward is not None and scored:
-                accuracy = dict(metrics).get("accuracy", float(reward > 0))
+                accuracy = dict(metrics).get("accuracy", math.nan)
+                accuracy = accuracy if math.isfinite(accuracy) else float(reward > 0)
                 passed.setdefault(index, []).append(min(1.0, max(0.0, accuracy)))
     return {index: sum(values) / len(values) for index, values in sorted(passed.items())}

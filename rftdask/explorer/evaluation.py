@@ -20,7 +20,7 @@ from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import DataError
 from rftdask.monitor.metrics import read_metrics
-from rftdask.rollouts.work_units import ROW_METRICS, RolloutTask
+from rftdask.rollouts.work_units import COUNT, ROW_METRICS, RolloutTask
 from rftdask.storage import Storage
 from rftdask.synchronizer.published import published_versions
 from rftdask.synchronizer.styles import WeightRequirement, make_sync_rules
@@ -184,7 +184,8 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
     """Means over all rollouts of the evaluation of `version`, read from its shards; see also `repeat_metrics`.
 
     A unit that ran twice counts once, and so does a rollout of several rows. A failed rollout counts as 0, unlike in
-    training, where it is left out. `num_rollouts` is the number of rollouts.
+    training, where it is left out. `num_rollouts` is the number of rollouts. A rollout that ended well counts only in
+    the metrics that it reports as finite numbers; if not all do, <metric>/count is the number of rollouts that count.
     detailed: also the maximum, the minimum and the standard deviation over all rollouts (`monitor.detailed_stats`).
     """
     # One shard per unit, if several contain the same rollouts.
@@ -201,18 +202,27 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
             for metric in metrics.keys() & ROW_METRICS:
                 row_sums[metric] = row_sums.get(metric, 0.0) + metrics.pop(metric)
             if row["turn"] == 0:
-                tasks.setdefault(row["task_index"], {})[row["rollout"]] = {"reward": row["reward"] or 0.0, **metrics}
+                reports = {metric: value for metric, value in metrics.items() if math.isfinite(value)}
+                tasks.setdefault(row["task_index"], {})[row["rollout"]] = {"reward": row["reward"], **reports}
     rollouts = [[rollouts[number] for number in sorted(rollouts)] for _, rollouts in sorted(tasks.items())]
     names = {"reward", *(metric for task in rollouts for values in task for metric in values)}
-    by_name = {metric: [[values.get(metric, 0.0) for values in task] for task in rollouts] for metric in sorted(names)}
+    by_name = {
+        metric: [
+            [values.get(metric) or 0.0 for values in task if metric in values or values["reward"] is None]
+            for task in rollouts
+        ]
+        for metric in sorted(names)
+    }
     num_rollouts = sum(map(len, rollouts))
-    means = {metric: sum(map(sum, values)) / max(1, num_rollouts) for metric, values in by_name.items()}
+    counts = {metric: sum(map(len, values)) for metric, values in by_name.items()}
+    means = {metric: sum(map(sum, values)) / max(1, counts[metric]) for metric, values in by_name.items()}
+    means |= {f"{metric}{COUNT}": float(count) for metric, count in counts.items() if count < num_rollouts}
     # Without a metric accuracy, the reward is the accuracy.
     means.setdefault("accuracy", means["reward"])
     means |= {metric: total / num_rows for metric, total in row_sums.items()}
     means["num_rollouts"] = float(num_rollouts)
     for metric, values in by_name.items():
-        means |= repeat_metrics(metric, values)
+        means |= repeat_metrics(metric, list(filter(None, values)))
         if detailed and (flat := list(chain.from_iterable(values))):
             means |= {f"{metric}/max": max(flat), f"{metric}/min": min(flat), f"{metric}/std": pstdev(flat)}
     return means
@@ -225,7 +235,7 @@ def repeat_metrics(name: str, values_by_task: Sequence[Sequence[float]]) -> dict
     task's n, for k = 2, 4, 8, ... below n, and n. Trinity-RFT estimates them by 1,000 random draws; here they are the
     exact expectations, so that the same rollouts have the same values. std@n divides by n.
 
-    Args: values_by_task: one value for each rollout of each task, with the same number of rollouts for all tasks.
+    Args: values_by_task: one value for each rollout of each task; n is the largest number of rollouts of a task.
     Example: repeat_metrics("reward", [[0, 1], [1, 1]])  ->  reward/mean@2 0.75, reward/std@2 0.25, best@2 0.875, ...
     """
     num_rollouts = max(map(len, values_by_task), default=0)

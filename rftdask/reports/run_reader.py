@@ -151,6 +151,7 @@ class StageReader:
         versions: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for row in self._of_role("eval"):
             count = row.metrics.get("num_rollouts", math.nan) if has_counts else 1.0
+            count = row.metrics.get("accuracy/count", count)
             if not math.isnan(correct := row.metrics.get("accuracy", math.nan) * count):
                 versions[row.step].append((correct, count))
         # Each taskset has a row. A stopped run may have evaluated its last version on some tasksets only, and their

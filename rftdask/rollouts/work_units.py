@@ -18,6 +18,9 @@ ROW_METRICS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_tru
 """Metrics whose value differs from row to row. Any other metric belongs to the rollout and is repeated in each of its
 rows, except the metrics that begin with `BRANCHES`."""
 
+COUNT = "/count"
+"""Suffix of a metric that exists where only some rollouts report another metric: how many do."""
+
 BRANCHES = "branches/"
 """Prefix of a metric that only one row has: the reason why the row begins where it does."""
 
@@ -185,7 +188,8 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
     counts: Counter[str] = Counter()
     num_by_status: Counter[Status] = Counter()
     rewards_by_group: dict[str, list[float]] = defaultdict(list)
-    metric_sums: dict[str, float] = defaultdict(float)
+    branch_sums: dict[str, float] = defaultdict(float)
+    reports: dict[str, list[float]] = defaultdict(list)  # values of a metric, one for each rollout that reports it
     row_metric_sums: dict[str, float] = defaultdict(float)
     for (group_id, _), rows in rows_by_rollout.items():
         num_by_status[rollout_status(rows)] += 1
@@ -198,8 +202,10 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
             for name, value in row.metrics.items():
                 if name in ROW_METRICS:
                     row_metric_sums[name] += value
-                elif number == 0 or name.startswith(BRANCHES):  # every row repeats the metrics of the rollout
-                    metric_sums[name] += value
+                elif name.startswith(BRANCHES):
+                    branch_sums[name] += value
+                elif number == 0 and math.isfinite(value):  # every row repeats the metrics of the rollout
+                    reports[name].append(value)
         if trained and (reward := trained[0].reward) is not None:
             rewards_by_group[group_id].append(reward)
     # Each task has `repeat_times` samples, then its greedy baseline if any; times are in this order.
@@ -217,9 +223,12 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
             "rows": float(counts["rows"]),
             "sampled_tokens": float(counts["sampled_tokens"]),
             **dict.fromkeys(rates, float(num_rollouts)),
+            **{f"{name}{COUNT}": float(len(values)) for name, values in reports.items()},
         }
     )
-    sums.put(metric_sums, "rewarded")
+    for name, values in reports.items():
+        sums.put({name: sum(values)}, f"{name}{COUNT}")
+    sums.put(branch_sums, "rewarded")
     sums.put(row_metric_sums, "rows")
     sums.put(
         {f"rollout/{t.name}": sum(getattr(time, t.name) for time in times) for t in fields(RolloutTimes)}, "rollouts"
@@ -269,7 +278,9 @@ def rollout_status(rows: Sequence[Experience]) -> Status:
 def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, float]:
     """Metrics of an explore step, from the results of its units, at least one, and its wall time in seconds.
 
-    - reward, and every metric of a workflow: mean over the rollouts that may be trained, each counted once
+    - reward: mean over the rollouts that may be trained, each counted once
+    - every metric of a workflow: mean over those of them that report it as a finite number; if not all do,
+      <metric>/count is their number
     - num_turns: mean number of calls of the policy in such a rollout; branches/<reason>: mean number of its rows that
       begin where they do because a prompt did not continue from the end of a turn
     - num_prompt_tokens, num_response_tokens, prompt_truncated: mean over the rows of those rollouts
@@ -296,6 +307,9 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     if len(tasksets) == 1:
         del total.sums[f"{tasksets[0]}/reward"]
     metrics = total.metrics()
+    for name, (_, weight) in total.sums.items():
+        if weight == f"{name}{COUNT}" and weights[weight] < weights["rewarded"]:
+            metrics[weight] = weights[weight]
     return metrics | {
         "num_rollouts": weights["rollouts"],
         "policy_version": float(max(result.version for result in results)),

@@ -24,7 +24,14 @@ from rftdask.algorithm.compose import build_algorithm
 from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.algorithm.operators import MaskResponseTruncated, Operator, RewardShapingMapper
 from rftdask.buffer.batches.backpressure import unread_limit
-from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table, column_of, numbers_of, supervised_batch
+from rftdask.buffer.batches.batch import (
+    SupervisedRow,
+    TrainingBatch,
+    batch_from_table,
+    column_of,
+    numbers_of,
+    supervised_batch,
+)
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.batches.log_source import LogSource
@@ -49,6 +56,7 @@ from rftdask.config.schema.trainer import registered_train_engines
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import LabeledRows, PreferenceRows, SftRows, TextRows
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
+from rftdask.errors import DataError
 from rftdask.monitor.events import CODEC, Alive, Event
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
@@ -75,7 +83,7 @@ _COLLECTIVE_TIMEOUT_S = 1800
 and exceeds the time that a rank may be busy, for example writing weights. Ranks do not wait for data: meanwhile rank 0
 sends a message several times a second.
 """
-RowReader = SftRows | PreferenceRows | LabeledRows | TextRows
+_Rows = SftRows | PreferenceRows | LabeledRows | TextRows
 """Converts rows of a dataset to sequences."""
 _POLL_INTERVAL_S = 0.2
 """Seconds between two reads of a request file in storage."""
@@ -339,6 +347,21 @@ def build_batch_filter(config: Config, algorithm: Algorithm) -> AlgorithmFilter:
     return AlgorithmFilter(algorithm, [] if at_commit else operators_of(config), baseline)
 
 
+class RowReader:
+    """Reads rows of a dataset as sequences; an error names the dataset."""
+
+    def __init__(self, path: str, rows: _Rows) -> None:
+        self._path, self._rows = path, rows
+        self.sequences_per_row = rows.sequences_per_row
+
+    def read(self, numbers: Sequence[int]) -> Sequence[SupervisedRow]:
+        """Tokenize the rows with these numbers. Raises: DataError: a row has no use."""
+        try:
+            return self._rows.read(numbers)
+        except DataError as error:
+            raise DataError(f"dataset {self._path}: {error}") from error
+
+
 def build_reader(
     section: ExperienceBufferConfig, schema: str, config: Config, tokenizer: Tokenizer
 ) -> tuple[Dataset, RowReader]:
@@ -349,8 +372,9 @@ def build_reader(
     dataset = open_dataset(
         section.path or "", split=section.split, subset_name=section.subset_name, table=section.table
     )
-    kinds: dict[str, type[RowReader]] = {"cpt": TextRows, "dpo": PreferenceRows, "kto": LabeledRows}
-    return dataset, kinds.get(schema, SftRows)(dataset, tokenizer, section.format, config.model.max_model_len)
+    kinds: dict[str, type[_Rows]] = {"cpt": TextRows, "dpo": PreferenceRows, "kto": LabeledRows}
+    rows = kinds.get(schema, SftRows)(dataset, tokenizer, section.format, config.model.max_model_len)
+    return dataset, RowReader(section.path or "", rows)
 
 
 def _order_seed(section: ExperienceBufferConfig) -> int | None:

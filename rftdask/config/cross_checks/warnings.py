@@ -139,7 +139,7 @@ def _of_another_place(config: Config) -> Iterator[Problem]:
 
 
 _OF_ROWS = (
-    *("tools_key", "chosen_key", "rejected_key", "label_key"),
+    *("chosen_key", "rejected_key", "label_key"),
     *("enable_concatenated_multi_turn", "return_assistant_tokens_mask"),
 )
 _OF_TASKS = ("workflow_key", "reward_fn_key")

@@ -60,7 +60,8 @@ class FormatConfig(Section):
     an animated image (GIF, APNG, WebP); or a list of these. They replace {"type": "video"} in a chat, else they precede
     images and text. Requires engine_type transformers, Qwen2-VL or Qwen2.5-VL, and torchvision. None: no videos."""
     tools_key: str = "tools"
-    """sft: column with the tools, a list of JSON schemas or its JSON text. Used if the dataset has the column."""
+    """Column with the tools that the chat template shows, a list of JSON schemas or its JSON text. Used if the dataset
+    has the column; "": no tools. Tasks: shown by workflows with one question."""
     reply_prefix: str | None = None
     """Text at the start of the response. It belongs to the prompt and is not trained. None: no prefix."""
     workflow_key: str = ""

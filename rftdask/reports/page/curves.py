@@ -123,7 +123,8 @@ def curves_of(stages: Sequence[StageReader]) -> list[dict[str, Any]]:
                     part = part.groupby(np.arange(len(part)) // every).mean()
                 x[line] = {axis: _values(part[axis].tolist()) for axis in ("step", "time", "tokens") if axis in part}
                 if every == 1 and {"accuracy", "num_rollouts"} <= set(part.columns):
-                    pairs = zip(part["accuracy"].tolist(), part["num_rollouts"].tolist(), strict=True)
+                    counts = part.get("accuracy/count", part["num_rollouts"]).fillna(part["num_rollouts"])
+                    pairs = zip(part["accuracy"].tolist(), counts.tolist(), strict=True)
                     errors = [Accuracy(value, int(count)).error if count > 0 else math.nan for value, count in pairs]
                     error.setdefault(f"{role}.accuracy", {})[line] = _values(errors)
                 for metric in part.columns.difference(["step", "time", "time_s", "tokens"]):

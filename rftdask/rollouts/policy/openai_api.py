@@ -6,7 +6,6 @@ silently ignored.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import time
@@ -17,10 +16,10 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from rftdask.config.plugins import did_you_mean
+from rftdask.data.chats import with_parsed_arguments
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.rollouts.policy.answer_parsers import ParsedAnswer, template_of
 from rftdask.rollouts.workflows.base import Response
-from rftdask.storage.checked_json import parse_portable
 from rftdask.storage.safe_text import encodable
 
 CHAT = "chat/completions"
@@ -386,11 +385,7 @@ def _plain_part(part: Any, name_image: NameImage | None) -> dict[str, str]:
 
 
 def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # invalid JSON is shown unchanged
-            function["arguments"] = parse_portable(function["arguments"] or "{}")
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": with_parsed_arguments(call["function"])}
 
 
 class SampledAnswer(NamedTuple):

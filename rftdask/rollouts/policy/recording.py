@@ -206,7 +206,14 @@ class _RecordedModel(ModelHandle):
                 question = [dict(message) for message in messages]
                 return await self._attempt.call_remote(self._name, self._served, question, options)
             tools = options.pop("tools", None)
-            prompt = _render(self._served.tokenizer, messages, {"tools": tools} if tools else {})
+            try:
+                prompt = _render(self._served.tokenizer, messages, {"tools": tools} if tools else {})
+            except Exception as error:  # a template may raise anything
+                taskset, *_, index = self._attempt.group_id.split("/")
+                raise ValueError(
+                    f"the chat template cannot render the messages (taskset {taskset}, row {index}): "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             _check_grammar(options)
             return (await self._attempt.sample(self._name, self._served, prompt, options))[1]
 
@@ -284,7 +291,7 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         PolicyHandle.__init__(self, models)
         self._name, self._served = POLICY, policy
         self._key = key
-        self._group_id = group_id
+        self.group_id = group_id
         self._run_seed = run_seed
         self._calls: dict[int, Call] = {}
         # Rendered prompt and answer by turn, computed when a later prompt is compared with them.
@@ -615,7 +622,7 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         turn = self._num_turns if name == POLICY else self._num_calls
         self._num_turns += name == POLICY
         # A judge must not use the random numbers of the policy at the same rollout and turn.
-        identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"
+        identity = self.group_id if name == POLICY else f"{self.group_id}/{name}"
         if request_seed is not None:
             # Equal seeds give equal answers within a rollout, but sibling rollouts must differ.
             return turn, rollout_seed(self._run_seed, f"{identity}/seed {request_seed}", self._key.rollout, 0)

@@ -6,15 +6,17 @@ A reward function is pure. It receives the response text, the true answer, the t
     def length_reward(response: str, truth: str, task: Task, target: int = 100) -> float:
         return -abs(len(response) - target) / target
 
-It runs in the sandbox of its rollout unless it is declared in_process=True; then it must be fast, or declared
-in_thread=True, which runs it in a thread, possibly several at once. A response is untrusted input: reward functions
-never evaluate it as code, and bound their work on it.
+It may be `async def`. It runs in the sandbox of its rollout unless it is declared in_process=True; then it must be
+fast, or declared in_thread=True, which runs it in a thread, possibly several at once. A response is untrusted input:
+reward functions never evaluate it as code, and bound their work on it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rftdask.config.plugins import check_call, find_part, register
@@ -23,8 +25,8 @@ from rftdask.data.task import Task
 from rftdask.errors import UserError
 from rftdask.rollouts.workflows.base import Response, Reward
 
-RewardFn = Callable[..., float | Reward]
-"""(response, truth, task, **reward_fn_args) -> float | Reward."""
+RewardFn = Callable[..., float | Reward | Awaitable[float | Reward]]
+"""(response, truth, task, **reward_fn_args) -> float | Reward, or a coroutine that returns one."""
 _Reward = TypeVar("_Reward", bound=RewardFn)
 
 
@@ -59,13 +61,40 @@ def get_reward(name: str) -> RewardFn:
 def compute_reward(
     task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None = None
 ) -> Reward:
-    """Score `response` with the task's reward function.
+    """Score `response` with the task's reward function, and block until the reward is known.
 
     Args:
         default: reward function of tasks that name none.
         defaults: default arguments of that function.
     Raises: ValueError: the function needs the number of tokens, but `response` is only text; its own errors.
     """
+    value = _call_reward(task, response, default, defaults)
+    if inspect.isawaitable(value):
+        # On a loop of its own, because this thread may run one already.
+        with ThreadPoolExecutor(1) as pool:
+            value = pool.submit(asyncio.run, _wait_for(value)).result()
+    return value if isinstance(value, Reward) else Reward(value)
+
+
+async def wait_for_reward(
+    task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None = None
+) -> Reward:
+    """`compute_reward` without blocking: awaits an async function, and uses a thread if it is declared `in_thread`."""
+    if getattr(_find_reward(task.reward_fn or default), "in_thread", False):
+        value = await asyncio.to_thread(_call_reward, task, response, default, defaults)
+    else:
+        value = _call_reward(task, response, default, defaults)
+    if inspect.isawaitable(value):
+        value = await value
+    return value if isinstance(value, Reward) else Reward(value)
+
+
+async def _wait_for(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _call_reward(task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None) -> Any:
+    """Call the reward function as `compute_reward` does; return its value, or its coroutine."""
     name = task.reward_fn or default
     function = _find_reward(name)
     # `defaults` belong to the workflow's default function; another function may not accept them.
@@ -76,17 +105,7 @@ def compute_reward(
             raise ValueError(f"reward function {name} needs the response's tokens; pass the Response, not its text")
         arguments["num_tokens"] = len(response.tokens)
     text = response if isinstance(response, str) else response.text
-    value = function(text, task.truth, task, **arguments)
-    return value if isinstance(value, Reward) else Reward(value)
-
-
-async def wait_for_reward(
-    task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None = None
-) -> Reward:
-    """`compute_reward`, in a thread if the function is declared `in_thread`."""
-    if getattr(_find_reward(task.reward_fn or default), "in_thread", False):
-        return await asyncio.to_thread(compute_reward, task, response, default, defaults)
-    return compute_reward(task, response, default, defaults)
+    return function(text, task.truth, task, **arguments)
 
 
 def _find_reward(name: str) -> RewardFn:

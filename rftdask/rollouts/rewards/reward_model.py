@@ -33,7 +33,8 @@ def reward_model(response: str, truth: str, task: Task, model_path: str, device:
     columns, row = FormatConfig(prompt_type="raw"), dict[str, Any](prompt=task.prompt, response=response)
     if task.messages:
         columns = FormatConfig(messages_key="messages")
-        row = {"messages": [*map(dict, task.messages), {"role": "assistant", "content": response}]}
+        messages = [*map(dict, task.messages), {"role": "assistant", "content": response}]
+        row = {"messages": messages, "tools": list(task.tools)}
     with _ONE_AT_A_TIME, torch.no_grad():
         model, tokenizer = _load(model_path, device)
         max_tokens = getattr(model.config, "max_position_embeddings", 1 << 20)

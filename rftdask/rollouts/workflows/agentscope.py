@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from rftdask.config.plugins import find_part
 from rftdask.data.task import Task
-from rftdask.rollouts.rewards.registry import compute_reward
+from rftdask.rollouts.rewards.registry import wait_for_reward
 from rftdask.rollouts.workflows.base import AuxiliaryModel, PolicyModel, Reward
 from rftdask.rollouts.workflows.episode import question_of
 from rftdask.rollouts.workflows.registry import workflow
@@ -72,7 +72,7 @@ async def _react(task: Task, model: PolicyModel, tools: tuple[Any, ...]) -> Rewa
     result = reply.metadata.get("result") if isinstance(reply.metadata, Mapping) else None
     # An agent that reached max_iters has only a text.
     answer = str(result) if result is not None else str(reply.get_text_content() or "")
-    reward = compute_reward(task, answer, "math_boxed_reward")
+    reward = await wait_for_reward(task, answer, "math_boxed_reward")
     return Reward(reward.value, {**reward.metrics, "react_memory_length": float(await agent.memory.size())})
 
 

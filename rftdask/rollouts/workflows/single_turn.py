@@ -78,12 +78,13 @@ async def on_policy_distill_math_workflow(task: Task, model: PolicyModel) -> Rew
 
 
 async def ask(task: Task, model: PolicyModel, system_prompt: str = "") -> Response:
-    """Ask the task's chat, with `system_prompt` unless it has one, or else continue its plain text."""
+    """Ask the task's chat with its tools, and `system_prompt` unless it has one, or else continue its plain text."""
     if not task.messages:
         return await model.generate(task.prompt)
+    options = {"tools": list(task.tools)} if task.tools else {}
     if system_prompt and task.messages[0]["role"] != "system":
-        return await model.chat([{"role": "system", "content": system_prompt}, *task.messages])
-    return await model.chat(task.messages)
+        return await model.chat([{"role": "system", "content": system_prompt}, *task.messages], **options)
+    return await model.chat(task.messages, **options)
 
 
 async def _rewarded(

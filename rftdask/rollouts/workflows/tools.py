@@ -56,7 +56,7 @@ async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
     Raises: ValueError: the row has no tools.
     """
     row = task.row
-    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else list(task.tools) or row.get("tools")
     if not isinstance(tools, list) or not tools:
         raise ValueError(f"task {task.group_id}: column tools is not a list of functions: {row.get('tools')!r:.200}")
     functions = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]

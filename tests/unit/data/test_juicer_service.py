@@ -21,7 +21,7 @@ from rftdask.data.juicer.service import JuicerService
 from rftdask.data.task_pipeline import REPORT, check_pipeline, make_datasets
 from rftdask.errors import ConfigError, DataError, NotInstalledError, ProcessLostError, RftError, UserError, WaitTimeout
 from rftdask.storage import open_storage
-from tests.unit.data.fake_juicer_service import serving
+from tests.unit.data.fake_data_juicer.fake_service import serving
 
 ROWS = [{"q": "why", "n": 1}, {"q": "no"}, {"q": "how many", "n": 2.5}]
 SHORT = {"text_length_filter": {"min_len": 3}}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
 from rftdask.config.schema.buffer import FormatConfig
 from rftdask.data.datasets import RowsDataset
@@ -121,6 +122,19 @@ def test_a_value_that_is_not_text_is_refused_with_its_row(prompt_type: str) -> N
         read([{"q": "1", "a": "2"}, {"q": "1", "a": 2}], prompt_type=prompt_type)
 
 
+@pytest.mark.parametrize("error", [TypeError("no text"), TemplateError("roles must alternate"), KeyError("content")])
+def test_a_row_that_the_template_refuses_is_named(error: Exception) -> None:
+    class Refusing(CharTokenizer):
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            if messages[0]["content"] == "bad":
+                raise error
+            return super().apply_chat_template(messages, **options)
+
+    rows = [{"q": "good", "a": "b"}, {"q": "bad", "a": "b"}]
+    with pytest.raises(DataError, match=f"row 1: the chat template cannot render it: {type(error).__name__}: "):
+        read(rows, Refusing())
+
+
 def test_a_missing_column_is_reported_with_the_existing_ones() -> None:
     with pytest.raises(DataError, match=r"has no column 'a', which format.response_key names; columns: q, answer"):
         read([{"q": "1", "answer": "2"}])
@@ -161,30 +175,6 @@ def test_prompt_and_response_may_be_chats() -> None:
     assert read([row]) == [("<user>a<assistant>b|<tool>c<assistant>", "d|")]
     with pytest.raises(DataError, match="row 0: column 'q' holds list, not text"):
         read([row], prompt_type="plaintext")
-
-
-def test_null_keys_of_messages_are_removed() -> None:
-    """Parquet rows have every key that any message has; templates test whether a key exists."""
-    seen: list[Any] = []
-
-    class Seeing(CharTokenizer):
-        def apply_chat_template(self, messages: Any, **options: Any) -> str:
-            seen.append((messages, options.get("tools", ())))
-            return super().apply_chat_template(messages, **options)
-
-    chat = [
-        {"role": "user", "content": "a", "tool_calls": None},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "id": None}]},
-        {"role": "assistant", "content": "b", "tool_calls": None},
-    ]
-    read([{"messages": chat, "tools": [{"name": "add", "parameters": {"x": None, "y": {"type": "int"}}}]}], Seeing())
-    messages, tools = seen[0]
-    assert messages == [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
-        {"role": "assistant", "content": "b"},
-    ]
-    assert tools == [{"name": "add", "parameters": {"y": {"type": "int"}}}]
 
 
 def test_a_raw_row_ends_once() -> None:

@@ -1,9 +1,11 @@
 """Promises of tasksets: the format maps columns to tasks, and a wrong column fails before the first rollout."""
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sqlalchemy as sa
 
@@ -63,6 +65,16 @@ def test_a_chat_column_keeps_its_system_prompt(changes: dict[str, str]) -> None:
     assert tasks.task(0, 0).messages == tuple(CHAT)
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_of_a_row_belong_to_its_task(as_text: bool) -> None:
+    tools = [{"name": "add", "parameters": {"x": {"default": None}}}]
+    row = {**ROW, "functions": json.dumps(tools) if as_text else tools}
+    assert taskset(row, tools_key="functions").task(0, 0).tools == tuple(tools)
+    assert taskset(row).task(0, 0).tools == ()
+    with pytest.raises(DataError, match="row 0: column 'functions' holds dict, not a list of JSON schemas"):
+        taskset({**ROW, "functions": {}}, tools_key="functions").task(0, 0)
+
+
 def test_a_row_may_name_its_workflow_and_its_reward() -> None:
     rows = [{**ROW, "how": "simple_workflow", "score": ""}, {**ROW, "how": None, "score": "math_reward"}]
     tasks = taskset(*rows, workflow_key="how", reward_fn_key="score", reward_fn="accuracy_reward")
@@ -102,7 +114,7 @@ def test_check_reports_a_missing_column_with_the_existing_ones(changes: dict[str
     [
         ({"question": None, "answer": "2"}, {}, "row 1: column 'question' .* is empty"),
         ({"answer": "2"}, {}, "row 1: .* no column 'question'"),
-        ({"question": [1], "answer": "2"}, {}, "row 1: column 'question' is neither text nor a chat"),
+        ({"question": [1], "answer": "2"}, {}, "row 1: column 'question' is not a list of messages"),
         ({"question": CHAT, "answer": "2"}, {"prompt_type": "plaintext"}, "row 1: .* plaintext needs text"),
         ({"question": CHAT, "answer": "2"}, {"prompt_type": "raw"}, "row 1: .* raw needs text"),
     ],
@@ -121,11 +133,33 @@ def test_check_names_a_row_that_does_not_fit(row: dict[str, Any], changes: dict[
         ("#### A heading\nand then some text", "#### A heading\nand then some text"),
         (72, "72"),
         (0.5, "0.5"),
+        (72.0, "72"),
+        (-0.0, "0"),
+        (1e-7, "0.0000001"),
+        (1e22, "1" + 22 * "0"),
+        (0.1 + 0.2, "0.30000000000000004"),
+        (np.float32(72.5), "72.5"),
+        (np.int64(70), "70"),
+        (Decimal("72.00"), "72"),
+        (Decimal("700"), "700"),
+        (Decimal("3.50"), "3.5"),
+        (float("nan"), "nan"),
+        (True, "True"),
+        (b"72", "72"),
+        (b"48+24 = 72\n#### 72", "72"),
+        ([b"a", Decimal("2.50")], '["a", "2.5"]'),
         ({"target": 3, "numbers": [1, 2]}, '{"target": 3, "numbers": [1, 2]}'),
     ],
 )
 def test_the_truth_is_the_final_answer_as_text(answer: Any, truth: str) -> None:
     assert truth_text(answer) == truth
+
+
+def test_bytes_that_are_no_text_are_refused_as_an_answer() -> None:
+    with pytest.raises(DataError, match=r"row 0: column 'answer' .* holds bytes that are not UTF-8: b'\\xff'"):
+        taskset({"question": "1+1?", "answer": b"\xff"}).task(0, 0)
+    with pytest.raises(DataError, match="column 'style' holds bytes"):
+        taskset({**ROW, "style": b"\xff"}, system_prompt_key="style").task(0, 0)
 
 
 def test_a_mark_in_the_middle_is_not_a_final_answer() -> None:

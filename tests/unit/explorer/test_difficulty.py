@@ -144,5 +144,6 @@ def test_pass_rates_use_accuracy_before_reward() -> None:
         rollout(3, 1, None, status=Status.FAILED),
         rollout(3, 2, 1.0),  # the greedy one
         rollout(5, 0, None, status=Status.TIMEOUT),
+        rollout(9, 0, 1.0, metrics={"accuracy": float("nan")}),
     ]
-    assert pass_rates([experiences_to_table(rows, "run")], repeat_times=2) == {3: 0.0, 7: 0.5}
+    assert pass_rates([experiences_to_table(rows, "run")], repeat_times=2) == {3: 0.0, 7: 0.5, 9: 1.0}

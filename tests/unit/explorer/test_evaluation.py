@@ -1,5 +1,6 @@
 """Promises of evaluations: which versions are due, the size of units, that each is recorded once, and its metrics."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -201,6 +202,17 @@ def test_metrics_over_repeats_count_a_rollout_of_turns_once() -> None:
     detailed = evaluation_metrics(log, 4, detailed=True)
     assert {name: value for name, value in detailed.items() if name in metrics} == metrics
     assert (detailed["reward/max"], detailed["reward/min"], detailed["reward/std"]) == (1.0, 0.0, 3**0.5 / 4)
+
+
+@pytest.mark.parametrize("missing", [{}, {"accuracy": math.nan}])
+def test_only_reported_metrics_and_failures_count(missing: dict[str, float]) -> None:
+    log = ParquetLog(open_storage(f"memory://reported/{len(missing)}"), "eval/held")
+    answers = [answer(0, 1.0), replace(answer(1, 1.0), metrics=missing), answer(2, 1.0), answer(3, None)]
+    log.commit(answers, explore_step=4, unit=0)
+    metrics = evaluation_metrics(log, 4)
+    assert (metrics["reward"], metrics["num_rollouts"]) == (0.75, 4.0)
+    assert (metrics["accuracy"], metrics["accuracy/count"]) == (pytest.approx(2 / 3), 3.0)
+    assert metrics["accuracy/mean@1"] == pytest.approx(2 / 3)
 
 
 # ---- statistics over the rollouts of a task

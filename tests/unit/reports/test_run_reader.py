@@ -81,6 +81,15 @@ def test_accuracies_are_over_all_tasksets(tmp_path: Path) -> None:
     assert learned(summary) == f"accuracy 12.5% -> 40.0% ({change})"
 
 
+def test_accuracy_is_over_the_rollouts_that_report_it(tmp_path: Path) -> None:
+    folder = begin_run(tmp_path)
+    with MetricsWriter(open_storage(folder), "eval") as metrics:
+        metrics.write(4, {"accuracy": 1.0, "num_rollouts": 30, "accuracy/count": 10}, taskset="some")
+        metrics.write(4, {"accuracy": 0.0, "num_rollouts": 30}, taskset="all")
+    (stage,) = open_stages(folder)
+    assert stage.accuracies == [Accuracy(0.25, 40)]
+
+
 def test_each_part_is_read_once(tmp_path: Path) -> None:
     (stage,) = open_stages(begin_run(tmp_path))
     assert stage.metrics is stage.metrics and stage.audit is stage.audit and stage.log is stage.log

@@ -2,6 +2,7 @@
 rollouts that may be trained; metrics of rows are means over rows; the greedy baseline does not count.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -125,10 +126,17 @@ def test_a_workflow_metric_does_not_replace_a_built_in_one() -> None:
     assert (metrics["reward"], metrics["failed"]) == (1.0, 0.0)
 
 
-def test_a_unit_without_a_metric_counts_in_its_mean() -> None:
-    rows = [turn(0, 0, 0, 1.0, 4, metrics={"format": 1.0})], [turn(0, 0, 0, 1.0, 4, metrics={})]
-    units = [summarize_unit(work_unit(0, repeat_times=1), UnitOutcome(unit_rows, [], [], 0.0)) for unit_rows in rows]
-    assert step_metrics(units, 1.0)["format"] == 0.5
+@pytest.mark.parametrize("missing", [{}, {"accuracy": math.nan}, {"accuracy": math.inf}])
+def test_rollouts_without_a_metric_do_not_count_in_its_mean(missing: dict[str, float]) -> None:
+    def unit(*metrics: dict[str, float]) -> RolloutResult:
+        rows = [turn(0, rollout, 0, 1.0, 4, metrics=values) for rollout, values in enumerate(metrics)]
+        return summarize_unit(work_unit(0, repeat_times=2), UnitOutcome(rows, [], [], 0.0))
+
+    known = {"accuracy": 1.0, "format": 1.0}
+    metrics = step_metrics([unit(known, {**missing, "format": 0.0}), unit(missing, missing)], 1.0)
+    assert (metrics["reward"], metrics["accuracy"], metrics["format"]) == (1.0, 1.0, 0.5)
+    assert (metrics["accuracy/count"], metrics["format/count"]) == (1.0, 2.0)
+    assert "accuracy/count" not in step_metrics([unit(known, known), unit(known, known)], 1.0)
 
 
 def test_a_step_that_was_set_aside_whole_has_metrics() -> None:

@@ -14,7 +14,7 @@ from rftdask.config import Config, load_config
 from rftdask.config.plan import plan_work
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.driver.preflight import check_inputs
-from rftdask.errors import WaitTimeout
+from rftdask.errors import DataError, WaitTimeout
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
 from rftdask.trainer.rank import build_source
@@ -145,3 +145,9 @@ def test_waiting_too_long_for_experiences_raises(tmp_path: Path, model: Path) ->
     source = build_source(stage, open_storage(stage.checkpoint_job_dir), build_algorithm(stage))
     with pytest.raises(WaitTimeout, match="max_read_timeout"):
         source.entry(1, patience_s=1.0)
+
+
+def test_a_row_without_use_is_reported_with_its_dataset(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [ROWS[0], {"prompt": "7", "response": None}])
+    with pytest.raises(DataError, match=f"dataset {path}: row 1: column 'response' holds NoneType, not text"):
+        batches(config(tmp_path, model, path=str(path), format=RAW))

@@ -21,7 +21,7 @@ from rftdask.data.juicer.environment import PLACE
 from rftdask.errors import ConfigError, NotInstalledError, OperatorError, UserError
 from tests.unit.buffer.batches.test_operator_pipeline import group
 from tests.unit.data.fake_data_juicer.environment import make_stand_in
-from tests.unit.data.fake_juicer_service import serving
+from tests.unit.data.fake_data_juicer.fake_service import serving
 
 make_operator = partial(make_part, "operator")
 REAL = os.environ.get(PLACE)

@@ -73,7 +73,7 @@ TOLD = {
 ELSEWHERE = {
     **{
         f"buffer.explorer_input.taskset.format.{key}": "without effect on tasks, warned of; see the experience buffer's"
-        for key in ("tools_key", "chosen_key", "rejected_key", "enable_concatenated_multi_turn")
+        for key in ("chosen_key", "rejected_key", "enable_concatenated_multi_turn")
     },
     **{
         f"{_BUFFER}.format.{key}": "without effect on rows to learn from, warned of; see the taskset's"

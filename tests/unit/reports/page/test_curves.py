@@ -60,9 +60,10 @@ def test_only_accuracies_have_a_standard_error():
     with MetricsWriter(stage.storage, "eval") as evals:
         evals.write(0, {"accuracy": 0.5, "num_rollouts": 100.0}, taskset="held_out")
         evals.write(2, {"accuracy": 1.0, "num_rollouts": 100.0}, taskset="held_out")
+        evals.write(4, {"accuracy": 0.5, "num_rollouts": 400.0, "accuracy/count": 100.0}, taskset="held_out")
         evals.write(2, {"accuracy": 0.5}, taskset="other")
     (curves,) = curves_of([stage])
-    assert curves["error"] == {"eval.accuracy": {"eval/held_out": [0.05, 0.0]}}
+    assert curves["error"] == {"eval.accuracy": {"eval/held_out": [0.05, 0.0, 0.05]}}
 
 
 def test_machine_curves_are_plotted_over_completed_steps():

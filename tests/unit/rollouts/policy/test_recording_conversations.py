@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jinja2 import TemplateError
 
 from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.schema import Experience, Status, token_versions
@@ -297,3 +298,18 @@ def test_two_conversations_with_one_beginning_both_continue() -> None:
 def test_row_is_truncated_if_any_turn_was() -> None:
     [row] = rows_of(two_turns("user", "r", first={"max_tokens": 1}), replies("abc"))
     assert row.status is Status.TRUNCATED and len(row.turns) == 2
+
+
+@pytest.mark.parametrize("error", [TemplateError("roles must alternate"), TypeError("no text")])
+def test_chat_that_the_template_refuses_names_its_row(error: Exception) -> None:
+    class Refusing(CharTokenizer):
+        def apply_chat_template(self, chat: Any, **options: Any) -> str:
+            raise error
+
+    async def asks(task: Task, model: PolicyModel) -> float:
+        await model.chat(ASKED)
+        return 1.0
+
+    [row] = rows_of(asks, replies("hi"), Refusing())
+    where = f"the chat template cannot render the messages (taskset {row.taskset}, row {row.task_index})"
+    assert row.status is Status.FAILED and f"{where}: {type(error).__name__}: {error}" in row.error

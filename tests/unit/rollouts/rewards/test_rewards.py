@@ -1,5 +1,7 @@
 """Promises of the reward functions, by examples of responses, truths and rewards."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from rftdask.data.task import Task
 from rftdask.errors import UserError
 from rftdask.rollouts.rewards import compute_reward, get_reward, reward
 from rftdask.rollouts.rewards.math_answer import extract_answer, same_answer
+from rftdask.rollouts.rewards.registry import wait_for_reward
 from rftdask.rollouts.workflows.base import Reward
 
 TASK = Task(taskset="t", epoch=0, index=0)
@@ -243,3 +246,19 @@ def test_task_arguments_reach_the_reward_function() -> None:
     assert compute_reward(task, "abc", default="math_reward") == Reward(1.0)
     assert compute_reward(task, "abc", default="test_length_reward", defaults={"target": 3}) == Reward(1.0)
     assert compute_reward(TASK, "abc", default="test_length_reward", defaults={"target": 3}) == Reward(0.0)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_an_async_reward_function_is_awaited(in_thread: bool) -> None:
+    async def waits(response: str, truth: str, task: Task) -> float:
+        await asyncio.sleep(0)
+        return float(response == truth)
+
+    name = f"test_async_reward_{in_thread}"
+    reward(name, in_thread=in_thread)(waits)
+
+    async def scored() -> list[Reward]:
+        return [await wait_for_reward(TASK, "", name), compute_reward(TASK, "x", name)]
+
+    assert asyncio.run(scored()) == [Reward(1.0), Reward(0.0)]
+    assert compute_reward(TASK, "", name) == Reward(1.0), "where no event loop runs"

@@ -1,14 +1,17 @@
 """Promises of the workflows: one call of the policy, the right prompt and reward, and lookup by name."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rftdask.data.task import Task
 from rftdask.errors import UserError
+from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Reward
 from rftdask.rollouts.workflows.registry import find_workflow, workflow
 from rftdask.rollouts.workflows.single_turn import BOXED_SYSTEM_PROMPT, MATH_SYSTEM_PROMPT, THINKING_SYSTEM_PROMPT
+from tests.unit.rollouts.rollout_cases import CharTokenizer, outcome, replies, task
 from tests.unit.rollouts.workflows.test_shipped_workflows import Script, play
 
 ASKED = ("user", "2+2?")
@@ -28,6 +31,14 @@ def test_simple_workflow_sends_the_chat_unchanged() -> None:
 def test_simple_workflow_uses_exact_reward_by_default() -> None:
     assert run("simple_workflow", "so 4")[0] == Reward(0.0, {"accuracy": 0.0})
     assert run("simple_workflow", "4")[0] == Reward(1.0, {"accuracy": 1.0})
+
+
+@pytest.mark.parametrize("name", ["simple_workflow", "math_workflow", "math_boxed_workflow"])
+def test_the_template_shows_the_tools_of_the_task(name: str) -> None:
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    asked = replace(task(0, name), messages=({"role": "user", "content": "2+2?"},), tools=tools)
+    [row] = outcome([asked], TextEngine(replies("4"), CharTokenizer()), {}).experiences
+    assert row.prompt_text.startswith("[add]") and row.prompt_text.endswith("<user>2+2?<assistant>")
 
 
 @pytest.mark.parametrize("name", ["simple_workflow", "math_workflow", "math_boxed_workflow"])
