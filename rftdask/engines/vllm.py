@@ -183,7 +183,7 @@ class VllmEngine(Engine):
             raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
         self._nodes, self._on_cpu = nodes, device == "cpu"
         # On storage that all of its nodes share.
-        self._folder = TemporaryFolder("vllm", nodes.folder if nodes else None)
+        self._folder = TemporaryFolder("vllm", str(nodes.folder) if nodes else None)
         self._cause_file = Path(self._folder.name) / "cause"
         os.environ[CAUSE_FILE] = str(self._cause_file)
         self._images = ImageProcessor(model_path, trust_remote_code=trust_remote_code)

@@ -77,7 +77,8 @@ def largest_rank(section: LoraConfig) -> int:
     if section.path is None:
         return section.lora_rank
     settings = _settings_in(section.path)
-    return max(settings.get("r", section.lora_rank), *(settings.get("rank_pattern") or {}).values(), 1)
+    ranks: list[int] = [settings.get("r", section.lora_rank), *(settings.get("rank_pattern") or {}).values()]
+    return max(ranks)
 
 
 def initial_files(section: LoraConfig) -> list[Path]:
