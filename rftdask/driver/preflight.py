@@ -103,6 +103,8 @@ def _check_inputs(
                 check_reads_images(first.model.model_path, first.explorer.rollout_model.traits.image_models)
             if any(stage.reads_videos for stage in stages):
                 check_reads_videos(first.model.model_path)
+    with _noted(problems):
+        _check_adapter(stages)
     _check_auxiliary(stages, problems)
     # In another process and concurrently, because building an algorithm imports torch.
     with ThreadPoolExecutor(1, "algorithms") as thread:
@@ -130,6 +132,16 @@ def _check_inputs(
     for text in dict.fromkeys(unchecked or ()):
         log.warning("not checked here, and checked where the run starts: %s", text)
     return all_inputs
+
+
+def _check_adapter(stages: list[Config]) -> None:
+    """Raises: UserError: later stages would add an adapter that is already part of their model."""
+    trained = next((stage for stage in stages[:-1] if stage.mode in ("both", "train")), None)
+    if trained is not None and any(lora.path is not None for lora in trained.model.lora_configs or ()):
+        raise UserError(
+            f"model.lora_configs[0].path: the stage after {trained.name} would add the adapter to a model that already "
+            "includes it; merge the adapter into the model of model.model_path first, or make each stage a run"
+        )
 
 
 def _check_auxiliary(stages: list[Config], problems: list[str]) -> None:

@@ -189,6 +189,13 @@ def test_all_mistakes_are_reported_together(world: World) -> None:
     assert len(lines.splitlines()) == 3
 
 
+def test_an_adapter_is_not_added_by_two_stages(world: World) -> None:
+    tree = world.config("model.lora_configs=[{path: adapter}]").to_dict()
+    stages = load_config({**tree, "stages": [{"stage_name": "a"}, {"stage_name": "b"}]}).stage_configs()
+    assert "the stage after rft/a would add the adapter to a model that already includes it" in problems(*stages)
+    check_inputs(stages[:1])
+
+
 def test_stages_are_all_checked_without_repeated_errors(world: World) -> None:
     good, bad = world.sft(), world.config(f"{TASKS}.path={world.folder}/task.jsonl")
     assert len(problems(good, bad, bad).splitlines()) == 1
