@@ -50,7 +50,7 @@ _PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow
 _FREE_KEYS = {
     "checkpoint_root_dir", "cluster", "continue_from_checkpoint", "log", "mode", "monitor", "private", "service",
     "stages",
-    "buffer.explorer_input.eval_tasksets", "buffer.total_epochs", "buffer.total_steps",
+    "buffer.explorer_input.eval_tasksets", "buffer.max_bad_rows", "buffer.total_epochs", "buffer.total_steps",
     "buffer.trainer_input.eval_buffer", "buffer.trainer_input.experience_buffer.capacity",
     "buffer.trainer_input.experience_buffer.max_read_timeout",
     "buffer.trainer_input.experience_buffer.max_unread_bytes",
