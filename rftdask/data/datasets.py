@@ -11,6 +11,8 @@ import importlib
 import importlib.metadata
 import io
 import json
+import logging
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -30,12 +32,18 @@ from rftdask.storage.base import in_daemon
 from rftdask.storage.checked_json import parse_json
 from rftdask.storage.staging import staged
 
+log = logging.getLogger(__name__)
+
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REASONING_GYM = "reasoning-gym:"
 VERIFIERS = "verifiers:"
 SEEDS = "seeds:"
 _HASHED_ROWS = 1000
 """Rows hashed at a time, which limits memory."""
+CHECK_S = 60.0
+"""Seconds to check the rows of a dataset before a run."""
+_PROGRESS_S = 10.0
+"""Seconds between two lines on the progress of the check."""
 ANSWER_TIMEOUT_S = 30.0
 """Seconds for a server to answer whether a dataset exists; clients would wait for minutes."""
 
@@ -181,6 +189,31 @@ def _without_nulls(value: Any, kind: pa.DataType) -> Any:
     if isinstance(value, list) and isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
         return [_without_nulls(item, kind.value_type) for item in value]
     return value
+
+
+def find_bad_rows(name: str, count: int, check: Callable[[int], object]) -> tuple[int, str]:
+    """Call `check` with the number of each row, for at most CHECK_S seconds. Logs the progress.
+
+    Returns: the number of rows for which it raises DataError, and a text with the first error; (0, "") without one.
+    """
+    first, bad = "", list[int]()
+    began = noted = time.monotonic()
+    for number in range(count):
+        now = time.monotonic()
+        if now - began > CHECK_S:
+            log.warning("%s: only %d of %d rows were checked, in %.0f s", name, number, count, CHECK_S)
+            break
+        if now - noted > _PROGRESS_S:
+            noted = now
+            log.info("%s: %d of %d rows are checked", name, number, count)
+        try:
+            check(number)
+        except DataError as error:
+            first = first or str(error)
+            bad.append(number)
+    if len(bad) > 1:
+        first += f"; rows with errors: {len(bad)} ({', '.join(map(str, bad[:5]))}{', ...' * (len(bad) > 5)})"
+    return len(bad), first
 
 
 class RowsDataset:

@@ -204,10 +204,7 @@ class LabeledRows:
         return [(*row, label) for row, label in zip(rows, labels, strict=True)]
 
     def _label(self, number: int) -> float:
-        value = self._dataset[number].get(self._label_key)
-        if value not in (0, 1):  # False and True among them
-            raise DataError(f"row {number}: column {self._label_key!r} holds {str(value)[:40]!r}; use true or false")
-        return float(value)
+        return _read_label(number, self._dataset[number], self._label_key)
 
 
 class TextRows:
@@ -278,6 +275,17 @@ def check_columns(dataset: Dataset, schema: str, fmt: FormatConfig) -> None:
             raise DataError(
                 f"it has no column {column!r}, which format.{option} names; columns: {', '.join(dataset.columns)}"
             )
+
+
+def check_row(schema: str, fmt: FormatConfig, number: int, row: Mapping[str, Any], *, has_label: bool = False) -> None:
+    """Raise DataError if a row cannot be used, as far as no tokenizer is needed."""
+    if has_label:
+        _read_label(number, row, fmt.label_key)
+    if schema == "cpt":
+        _text(number, row, fmt.prompt_key)
+        return
+    read_examples(schema, number, row, fmt)
+    read_tools(row, fmt.tools_key, _where(number, fmt.tools_key))
 
 
 def read_examples(schema: str, number: int, row: Mapping[str, Any], fmt: FormatConfig) -> tuple[Example, ...]:
@@ -377,6 +385,13 @@ def _text(number: int, row: Mapping[str, Any], column: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"row {number}: column {column!r} holds {type(value).__name__}, not text")
     return value
+
+
+def _read_label(number: int, row: Mapping[str, Any], column: str) -> float:
+    value = row.get(column)
+    if value not in (0, 1):  # False and True among them
+        raise DataError(f"row {number}: column {column!r} holds {str(value)[:40]!r}; use true or false")
+    return float(value)
 
 
 def _encode_pieces(encode: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[int]]:

@@ -37,6 +37,8 @@ class Task:
     """The whole dataset row, for workflows that need more."""
     tools: tuple[Any, ...] = ()
     """JSON schemas of the tools that the chat template shows; (): none."""
+    problem: str = ""
+    """Reason why the row cannot be used; all rollouts of the task fail with it. "": it can."""
 
     @property
     def group_id(self) -> str:

@@ -7,6 +7,7 @@ Invariant: `task(epoch, index)` depends only on its arguments and on the content
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -20,15 +21,17 @@ from rftdask.config import fill_from_environment
 from rftdask.config.plugins import nearest
 from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
 from rftdask.data.chats import read_chat, read_tools
-from rftdask.data.datasets import Dataset, open_dataset
+from rftdask.data.datasets import Dataset, find_bad_rows, open_dataset
 from rftdask.data.images import ImageFolder, image_files, video_files
 from rftdask.data.task import Task, final_answer
 from rftdask.errors import DataError
 
+log = logging.getLogger(__name__)
+
 DEFAULT_WORKFLOW = "simple_workflow"
 """Workflow of tasks that name none."""
 _JSON_CHAT = re.compile(r"\s*\[\s*\{")
-_NUM_CHECKED_ROWS = 16  # Rows that `check` reads as tasks: a wrong column fails in the first ones.
+_NUM_CHECKED_IMAGES = 16  # Rows with images or videos that `check` reads; these take long to decode.
 
 
 class Taskset:
@@ -66,25 +69,44 @@ class Taskset:
         """Content hash of the dataset."""
         return self.dataset.fingerprint
 
-    def check(self) -> None:
-        """Read the first rows as tasks. Raises: DataError: a configured column is missing or has unusable content."""
+    def check(self, max_bad_rows: int = 0) -> None:
+        """Read the rows as tasks, as far as the time of `find_bad_rows` allows. A few bad rows are logged.
+
+        Raises: DataError: a configured column is missing, or more than `max_bad_rows` rows have unusable content.
+        """
         keys = ["response_key", "system_prompt_key", "workflow_key", "reward_fn_key", "image_key", "video_key"]
         for option in keys if self._has_messages else ["prompt_key", *keys]:
             column = getattr(self._format, option)
             if column and column not in self.dataset.columns:
                 raise DataError(self._missing(option, column))
-        for index in range(min(len(self), _NUM_CHECKED_ROWS)):
-            self.task(0, index)
+        has_images = self._format.image_key or self._format.video_key
+        count = min(len(self), _NUM_CHECKED_IMAGES) if has_images else len(self)
+        name = f"taskset {self._config.name} ({self._config.path})"
+        num_bad, problem = find_bad_rows(name, count, lambda index: self.task(0, index))
+        if num_bad > max_bad_rows:
+            raise DataError(f"{problem}; fix the data, or raise buffer.max_bad_rows ({max_bad_rows})")
+        if num_bad:
+            log.warning("%s; all rollouts of such a task fail (buffer.max_bad_rows %d)", problem, max_bad_rows)
 
     def samples(self) -> list[Task]:
-        """Return the first task of each workflow and reward function. Raises: as `task`."""
-        first: dict[tuple[str, str], int] = {}
+        """Return the first usable task of each workflow and reward function. Raises: as `task`: no row is usable."""
+        first: dict[tuple[str, str], Task] = {}
         names_any = self._format.workflow_key or self._format.reward_fn_key
-        for index in range(len(self) if names_any else 1):
-            row = self.dataset[index]
-            workflow = _choice(row, self._format.workflow_key, self._workflow)
-            first.setdefault((workflow, _choice(row, self._format.reward_fn_key, self._reward_fn)), index)
-        return [self.task(0, index) for index in first.values()]
+        problem: DataError | None = None
+        for index in range(len(self)):
+            try:
+                row = self.dataset[index]
+                workflow = _choice(row, self._format.workflow_key, self._workflow)
+                key = workflow, _choice(row, self._format.reward_fn_key, self._reward_fn)
+                if key not in first:
+                    first[key] = self.task(0, index)
+            except DataError as error:
+                problem = problem or error
+            if first and not names_any:
+                break
+        if not first and problem is not None:
+            raise problem
+        return list(first.values())
 
     def numbers(self, columns: Sequence[str]) -> list[list[float]]:
         """Return [N][len(columns)] numbers of each row. Raises: DataError: no such column, or not a finite number."""
@@ -109,6 +131,13 @@ class Taskset:
                     )
                 rows[-1].append(value)
         return rows
+
+    def task_or_problem(self, epoch: int, index: int) -> Task:
+        """Return `task`, or for a row that cannot be used a task with its `problem`."""
+        try:
+            return self.task(epoch, index)
+        except DataError as error:
+            return Task(self._config.name, epoch, index, workflow=self._workflow, problem=str(error))
 
     def task(self, epoch: int, index: int) -> Task:
         """Return the task of row `index`. Raises: DataError: the row lacks the prompt or the answer."""

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ from rftdask.buffer.log import open_log
 from rftdask.config import Config, check_plugins
 from rftdask.config.plugins import load_plugin_folders, module_of, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
-from rftdask.data.datasets import Dataset, open_dataset
+from rftdask.data.datasets import Dataset, find_bad_rows, open_dataset
 from rftdask.data.hub import cached_folder, has_tokenizer, is_model_name, local_model, require_model
 from rftdask.data.images import check_reads_images, check_reads_videos
-from rftdask.data.supervised import SftRows, check_columns, read_examples, schema_of
+from rftdask.data.supervised import SftRows, check_columns, check_row, schema_of
 from rftdask.data.task import Task
 from rftdask.data.task_pipeline import check_pipeline, standing_in
 from rftdask.data.tasksets import Taskset
@@ -52,8 +53,6 @@ _PROBE = "control/probe"
 _CHECKPOINT_FACTOR = 4
 """Size of weights, two AdamW moments and published weights, as a multiple of the model's size."""
 _SPARE_BYTES = 64 << 20
-_NUM_CHECKED_ROWS = 100
-"""Rows of a supervised dataset that are checked."""
 
 
 def check_inputs(stages: list[Config], *, elsewhere: bool = False, tried: bool = False) -> list[Inputs]:
@@ -191,7 +190,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
         sizes[config.name] = 0
         with _noted(problems, unchecked):
             taskset = Taskset(config)
-            taskset.check()
+            taskset.check(stage.buffer.max_bad_rows)
             if make_selector(config.data_selector, tuple(folders)).features:
                 taskset.numbers(config.data_selector.feature_keys)
             sizes[config.name] = len(taskset)
@@ -305,13 +304,16 @@ def _check_algorithm(stage: Config) -> None:
 
 
 def _checked_rows(section: ExperienceBufferConfig, schema: str) -> Dataset:
-    """Open the dataset of a buffer. Raises: DataError: it does not exist, or its first rows do not fit its format."""
+    """Open the dataset of a buffer. Raises: DataError: it does not exist, or rows do not fit its format."""
     dataset = _open_rows(section)
     try:
+        given = schema
         schema, fmt = schema_of(schema, dataset, section.format)
         check_columns(dataset, schema, fmt)
-        for number in range(min(len(dataset), _NUM_CHECKED_ROWS) if schema != "cpt" else 0):
-            read_examples(schema, number, dataset[number], fmt)
+        check = partial(check_row, schema, fmt, has_label=given == "kto" and schema == "sft")
+        num_bad, problem = find_bad_rows(f"dataset {section.path}", len(dataset), lambda n: check(n, dataset[n]))
+        if num_bad:
+            raise DataError(problem)
     except DataError as error:
         raise DataError(f"dataset {section.path}: {error}") from error
     return dataset

@@ -21,6 +21,7 @@ from rftdask.buffer.log.schema import Experience, Status, Turn
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import SamplingParams
+from rftdask.errors import DataError
 from rftdask.rollouts.loop_watchdog import BlockedLoopTimeout
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.recording import Call, RecordingModel, rollout_seed
@@ -113,6 +114,8 @@ class Rollout:
 
     async def _attempt(self, attempt: int) -> list[Experience] | None:
         """Run one attempt. Returns: its experiences, or one with its error if it was the last. None: try again."""
+        if self.task.problem:  # another attempt would not change the row
+            return [self._failure(DataError(self.task.problem), attempt, {})]
         # Each attempt has its own model, which records only the calls of this attempt and is closed at its end.
         model = self.new_model(self)
         try:

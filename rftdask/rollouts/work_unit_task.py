@@ -380,7 +380,7 @@ def _roll_out(
     explorer = config.explorer
     tasksets = _tasksets(unit, config)
     refs = [unit.tasks[slot] for slot in slots]
-    tasks = [_cache.taskset(tasksets[ref.taskset_number].name).task(ref.epoch, ref.index) for ref in refs]
+    tasks = [_cache.taskset(tasksets[ref.taskset_number].name).task_or_problem(ref.epoch, ref.index) for ref in refs]
     # Write the images of the tasks to the run folder, before any row names them, and cache their tokens.
     if (processor := _cache.images()) is not None:
         _ = processor.placeholder_id  # here and not on the event loop, because it loads torch

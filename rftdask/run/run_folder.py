@@ -53,7 +53,7 @@ _SERVICE_KEYS = ("requests_per_minute", "tokens_per_minute", "max_retries", "pro
 _FREE_KEYS = {
     "checkpoint_root_dir", "cluster", "continue_from_checkpoint", "log", "mode", "monitor", "private", "service",
     "stages",
-    "buffer.explorer_input.eval_tasksets", "buffer.total_epochs", "buffer.total_steps",
+    "buffer.explorer_input.eval_tasksets", "buffer.max_bad_rows", "buffer.total_epochs", "buffer.total_steps",
     "buffer.trainer_input.eval_buffer", "buffer.trainer_input.experience_buffer.capacity",
     "buffer.trainer_input.experience_buffer.max_read_timeout",
     "buffer.trainer_input.experience_buffer.max_unread_bytes", "buffer.trainer_input.experience_buffer.retention",

@@ -331,6 +331,9 @@ class BufferConfig(Section):
     """Passes over the training tasks, or over the dataset."""
     total_steps: Count | None = None
     """Explore steps (sft: train steps). Overrides `total_epochs`. None: `total_epochs` decides."""
+    max_bad_rows: Natural = 0
+    """Rows of a taskset without a usable prompt or answer that do not prevent a start. All rollouts of such a task fail
+    with the reason. All rows are checked before the start, for at most a minute."""
     explorer_input: ExplorerInput = ExplorerInput.model_construct()
     """Tasks."""
     trainer_input: TrainerInput = TrainerInput.model_construct()

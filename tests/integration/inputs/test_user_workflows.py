@@ -89,6 +89,21 @@ def test_a_raising_plugin_is_reported_with_its_traceback(config: Path) -> None:
     assert ended.code == 2 and "RuntimeError: my mistake" in ended.err and "broken_turns.py" in ended.err
 
 
+def test_a_few_bad_rows_fail_as_tasks_and_do_not_end_the_run(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text(
+        '{"question": "0+1=", "answer": "1"}\n{"question": "1+1=", "answer": null}\n' * BATCH_SIZE
+    )
+    steps = "buffer.explorer_input.eval_tasksets=[]", f"trainer.total_steps={STEPS}", "buffer.batch_size=4"
+    assert "row 1: column 'answer' (format.response_key) is empty" in call_cli("run", str(config), *steps).err
+    ended = call_cli("run", str(config), *steps, f"buffer.max_bad_rows={BATCH_SIZE}")
+    assert ended.code == 0, ended.err
+    rows = _experiences(config).to_pylist()
+    assert {row["status"] for row in rows if row["task_index"] % 2} == {"failed"}
+    assert {row["status"] for row in rows if row["task_index"] % 2 == 0} <= {"ok", "truncated"}
+    assert all("is empty" in row["error"] for row in rows if row["task_index"] % 2)
+
+
 def _experiences(config: Path) -> pa.Table:
     files = sorted((run_folder(config) / "experiences").rglob("*.parquet"))
     return pa.concat_tables([pq.read_table(file) for file in files])

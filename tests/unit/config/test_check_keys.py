@@ -70,6 +70,7 @@ OUR_DEFAULTS: dict[str, object] = {
 
 OUR_KEYS = {
     "": "deterministic private seed",
+    "buffer": "max_bad_rows",
     "algorithm.optimizer": "decay_all_weights lr_scheduler_args optimizer_args",
     "buffer.explorer_input.<taskset>": "dataset_args",
     "buffer.explorer_input.<taskset>.format": "label_key return_assistant_tokens_mask",

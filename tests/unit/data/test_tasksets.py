@@ -1,6 +1,7 @@
 """Promises of tasksets: the format maps columns to tasks, and a wrong column fails before the first rollout."""
 
 import json
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,25 @@ def test_check_reports_a_missing_column_with_the_existing_ones(changes: dict[str
 def test_check_names_a_row_that_does_not_fit(row: dict[str, Any], changes: dict[str, str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         taskset(ROW, row, **changes).check()
+
+
+def test_all_rows_are_checked_and_a_few_may_be_bad(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{**ROW, "answer": None if index in (30, 40) else "2"} for index in range(50)]
+    bad = "row 30: column 'answer' .* is empty; rows with errors: 2 \\(30, 40\\)"
+    for max_bad_rows in (0, 1):
+        with pytest.raises(DataError, match=f"{bad}; fix the data, or raise buffer.max_bad_rows .{max_bad_rows}."):
+            taskset(*rows).check(max_bad_rows)
+    taskset(*rows).check(2)
+    assert re.search(f"{bad}; all rollouts of such a task fail", caplog.text)
+
+
+def test_a_bad_row_is_a_task_with_its_problem() -> None:
+    tasks = taskset({**ROW, "answer": None}, ROW)
+    assert tasks.task_or_problem(1, 1) == tasks.task(1, 1)
+    bad = tasks.task_or_problem(1, 0)
+    assert "row 0: column 'answer' (format.response_key) is empty" in bad.problem
+    assert (bad.group_id, bad.workflow) == ("sums/1/0", "math_workflow")
+    assert [task.index for task in tasks.samples()] == [1], "a trial takes the first usable row"
 
 
 @pytest.mark.parametrize(

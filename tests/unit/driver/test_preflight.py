@@ -111,6 +111,20 @@ def test_a_wrong_column_key_lists_the_columns(world: World, option: str, column:
     assert f"has no column {column!r}, which format.{option} names; columns: question, answer" in text
 
 
+def test_all_rows_are_checked_before_the_start(world: World) -> None:
+    rows = [{"question": "1+1=", "answer": None if number == 130 else "2"} for number in range(140)]
+    world.write(rows)
+    assert "row 130: column 'answer' (format.response_key) is empty; fix the data, or raise" in problems(world.config())
+    check_inputs([world.config("buffer.max_bad_rows=1")])
+    assert "row 130: column 'answer' holds NoneType, not text" in problems(world.sft())
+    text = "algorithm.algorithm_type=cpt", "buffer.trainer_input.experience_buffer.format.prompt_key=answer"
+    assert "row 130: column 'answer' holds NoneType, not text" in problems(world.sft(*text))
+    world.write([{**row, "answer": "2", "label": None if number == 130 else 1} for number, row in enumerate(rows)])
+    assert "row 130: column 'label' holds 'None'; use true or false" in problems(
+        world.sft("algorithm.algorithm_type=kto")
+    )
+
+
 def test_held_out_rows_are_checked_like_training_rows(world: World) -> None:
     held_out = "buffer.trainer_input.eval_buffer"
     keys = [f"{held_out}.format.prompt_key=question", f"{held_out}.format.response_key=answer"]

@@ -136,6 +136,17 @@ def test_a_group_is_reported_as_soon_as_its_rollouts_have_ended() -> None:
     ]
 
 
+def test_a_task_of_a_bad_row_fails_with_its_problem() -> None:
+    log: list[list[GenerateRequest]] = []
+    policy = TextEngine(replies("4", log), CharTokenizer())
+    tasks = [task(0), task(1, problem="row 1: column 'answer' is empty")]
+    good, *bad = outcome(tasks, policy, {"repeat_times": 1}).experiences
+    assert good.status is Status.OK and sum(map(len, log)) == 1, "the policy is not asked for the bad row"
+    [row] = bad
+    assert (row.status, row.attempt, row.group_id) == (Status.FAILED, 0, "t/0/1")
+    assert row.error == "DataError: row 1: column 'answer' is empty"
+
+
 def test_the_same_batch_gives_the_same_table() -> None:
     def reply(request: GenerateRequest) -> str:
         return str(request.seed % 7)
