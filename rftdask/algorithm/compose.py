@@ -108,7 +108,10 @@ def make_algorithm(
         raise UserError(f"loss_agg_mode is {mode!r}; allowed: {', '.join(AGGREGATIONS)}")
 
     loss: PolicyLoss = make("policy_loss_fn")
-    classes = {"algorithm_type": (type_name, kind), "policy_loss_fn": (names["policy_loss_fn"], loss)}
+    classes: dict[str, tuple[str, Any]] = {
+        "algorithm_type": (type_name, kind),
+        "policy_loss_fn": (names["policy_loss_fn"], loss),
+    }
     if names["advantage_fn"] is not None:
         classes["advantage_fn"] = (
             names["advantage_fn"],
@@ -133,7 +136,7 @@ def make_algorithm(
         entropy_loss_fn=make("entropy_loss_fn"),
         correction=_construct("rollout_correction", Correction, rollout_correction or {}),
     )
-    terms = {
+    terms: dict[str, Any] = {
         "kl_loss_fn": algorithm.kl_loss_fn,
         "kl_penalty_fn": algorithm.kl_penalty_fn,
         "entropy_loss_fn": algorithm.entropy_loss_fn,
