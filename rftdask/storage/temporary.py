@@ -24,9 +24,9 @@ class TemporaryFolder:
     Example: with TemporaryFolder("export") as folder: Path(folder, "file").touch()
     """
 
-    def __init__(self, purpose: str, parent: str | None = None) -> None:
+    def __init__(self, purpose: str, parent: str | Path | None = None) -> None:
         """purpose: a part of its name. parent: None: the system's folder for temporary files."""
-        parent = parent or tempfile.gettempdir()
+        parent = str(parent or tempfile.gettempdir())
         remove_abandoned(parent)
         self.name, self._lock, self._process = "", -1, os.getpid()
         # A process that removes abandoned folders may come before the lock.
