@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ class TemporaryFolder:
         parent = str(parent or tempfile.gettempdir())
         remove_abandoned(parent)
         self.name, self._lock, self._process = "", -1, os.getpid()
+        self._guard = threading.Lock()
         # A process that removes abandoned folders may come before the lock.
         while not self.name or not os.path.exists(self.name):
             self.cleanup()
@@ -48,12 +50,14 @@ class TemporaryFolder:
 
     def cleanup(self) -> None:
         """Remove the folder. Can be called repeatedly; does nothing in a fork."""
-        if self._lock < 0 or os.getpid() != self._process:
+        if os.getpid() != self._process:
             return
-        atexit.unregister(self.cleanup)
-        shutil.rmtree(self.name, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = -1
+        with self._guard:  # two threads may close an engine at once
+            lock, self._lock = self._lock, -1
+        if lock >= 0:
+            atexit.unregister(self.cleanup)
+            shutil.rmtree(self.name, ignore_errors=True)
+            os.close(lock)
 
 
 def remove_abandoned(parent: str) -> None:

@@ -513,10 +513,19 @@ def export_hf(
             json.dumps(json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}, indent=2)
         )
     copied = dict(files or {})
-    # A reward model that began as a language model has another configuration.
-    if json.loads(copied.get("config.json", b"{}")).get("architectures") != model.config.architectures:
+    # A reward model that began as a language model, or a head with an adapter of its own, has another configuration.
+    read, ties = json.loads(copied.get("config.json", b"{}")), type(model.config)().tie_word_embeddings
+    if read.get("architectures") != model.config.architectures or _ties(read, ties) != _ties(
+        model.config.to_dict(), ties
+    ):
         copied.pop("config.json", None)
     if generation is None:
         copied.pop("generation_config.json", None)
     for name, data in copied.items():
         (folder / name).write_bytes(data)
+
+
+def _ties(config: Mapping[str, Any], default: bool) -> bool:
+    """Return True if the head of a configuration shares the weight of the embeddings."""
+    default = config.get("tie_word_embeddings", default)
+    return bool(config.get("text_config", config).get("tie_word_embeddings", default))
