@@ -42,7 +42,6 @@ REWARDS = {
     "asks a text for a list": ("def scored(response, truth, task):\n    return truth.pop()", "pop"),
     "takes a column as attribute": ("def scored(response, truth, task):\n    return task.answer", "answer"),
     "imports what is not there": ("def scored(response, truth, task):\n    import no_such_package", "no_such_package"),
-    "is a coroutine": ("async def scored(response, truth, task):\n    return 1.0", "coroutine"),
     "is a generator": ("def scored(response, truth, task):\n    yield 1.0", "generator"),
     "is a number": ("scored = 1.0", "float"),
 }

@@ -601,7 +601,8 @@ class TorchEngine(TrainEngine):
 
         Raises: DataError: the model can be loaded, but not saved.
         """
-        if not self._ranks.is_rank0:
+        # transformers saves only on the first rank of all processes, which is another one if ranks form several gangs.
+        if not self._ranks.is_rank0 or (torch.distributed.is_initialized() and torch.distributed.get_rank() != 0):
             return
         try:
             with TemporaryFolder("export") as folder:
