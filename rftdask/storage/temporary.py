@@ -35,8 +35,8 @@ class TemporaryFolder:
         while not self.name or not os.path.exists(self.name):
             self.cleanup()
             self.name = tempfile.mkdtemp(prefix=f"{_prefix()}{purpose}-", dir=parent)
-            self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):  # it was removed already, or the file system has no locks
+                self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)  # waits while another process removes the folder
         atexit.register(self.cleanup)
 

@@ -38,7 +38,6 @@ from rftdask.storage.base import Data
 from rftdask.storage.local import LocalStorage
 from rftdask.trainer import model
 from rftdask.trainer.checkpoint import Checkpoints
-from rftdask.trainer.engines import torch_engine
 from rftdask.trainer.engines.strategies.base import Strategy, local
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
@@ -143,7 +142,7 @@ def load_large(gangs: dict[int, Ranks], small: str, large: str) -> dict[tuple[in
     the engine is ready; and bytes read from the files.
     """
     sizes = {}
-    torch_engine.load_policy = noted = Noted(torch_engine.load_policy)
+    model.load_policy = noted = Noted(model.load_policy)
     model.safe_open = CountedFile  # type: ignore[assignment,misc]
     cut = TensorParallel(gangs[4], gangs[2], gangs[4].across(2), torch.device("cpu"))
     for size, pairs in ((2, None), (4, None), (4, cut)):

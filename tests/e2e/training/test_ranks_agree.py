@@ -31,7 +31,7 @@ from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.models.toy import build_toy_model
 from rftdask.processes.ranks import Ranks
-from rftdask.trainer.engines import torch_engine
+from rftdask.trainer import model as policies
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
@@ -306,7 +306,7 @@ def compare_students(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     alone, _, expected = trained(model, "jsd", Strategy(gangs[1]), **students)
     differences: dict[str, float] = {}
     # Four positions at a time, so that the backward pass also uses both heads.
-    torch_engine.token_logprobs = partial(token_logprobs, max_logits=4 * 4 * 258)
+    policies.token_logprobs = partial(token_logprobs, max_logits=4 * 4 * 258)
     ways = {name: {"strategy": strategy_of(name, gangs[2])} for name in STRATEGIES}
     ways["cut layers"] = {"strategy": cut_in_two(gangs, 2, gangs[1])}
     ways["cut and spread"] = {"strategy": cut_in_two(gangs, 2, gangs[1], "fsdp2")}

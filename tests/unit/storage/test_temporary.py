@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,18 @@ def test_a_fork_does_not_remove_the_folder_of_its_parent(tmp_path: Path) -> None
     script += "if pid:\n    os.waitpid(pid, 0)\n    assert os.path.exists(folder.name)\n"
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_removed_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process removes abandoned folders while this one makes its own."""
+    names, make = [], tempfile.mkdtemp
+
+    def removed_at_first(**options: str) -> str:
+        names.append(make(**options))
+        if len(names) == 1:
+            remove_abandoned(str(tmp_path))
+        return names[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", removed_at_first)
+    with TemporaryFolder("test", tmp_path) as name:
+        assert [Path(name)] == [*tmp_path.iterdir()] and name == names[1]
