@@ -180,7 +180,7 @@ class Engine(EngineTraits, ABC):
         If the engine does not reproduce `fingerprint`, it loads once more with `load_anew`. fingerprint None: nothing
         is compared (a fake trainer).
         Raises: WeightsError: the second attempt does not reproduce it either; RoleError: loading failed. The engine
-            must not be used again after either.
+        must not be used again after either.
         """
         # Engines may fail to load silently: vLLM 0.32 on a CPU kept the old output head of models with tied embeddings.
         # The fast way is tried first, since `load_anew` takes a minute with some engines.

@@ -75,4 +75,4 @@ def test_a_model_is_pushed_with_its_card(experiment: Experiment) -> None:
         assert "repeat_times: 4" in card, "its settings"
         with RunProcess("push", experiment.url, "me/sums", env={**env, "HF_TOKEN": "hf_wrong"}) as push:
             ended = push.end()
-        assert ended.code == 2 and "does not take me/sums" in ended.err and "Traceback" not in ended.err, ended
+        assert ended.code == 2 and "rejects me/sums" in ended.err and "Traceback" not in ended.err, ended
