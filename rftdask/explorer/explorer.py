@@ -30,7 +30,7 @@ import math
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 
 from distributed import KilledWorker
@@ -81,9 +81,7 @@ MAX_ATTEMPTS = 4
 _TICK_S = 0.25
 """Longest wait for a result in one pass of the loop."""
 _RESULT_S = 600.0
-"""Seconds to fetch a result, which is small, while Dask knows of no lost worker."""
-_RESULT_POLL_INTERVAL_S = 1.0
-"""Seconds between checks for cancellation while a result is fetched."""
+"""Seconds to fetch a result, which is small, while Dask knows of no lost worker. Then the unit is submitted again."""
 _AUDIT_EVERY_S = 2.0
 _SCALE_EVERY_S = 1.0
 _ASK_AGAIN_S = 10.0
@@ -110,7 +108,9 @@ class _Submitted:
     allowed: Set[str]
     """Addresses of the workers that may run it."""
     seen_s: float
-    """Time at which one of these workers was last connected."""
+    """Time at which one of these workers was last connected, until the task ended."""
+    fetched: Future[RolloutResult] | None = None
+    """Result that is being fetched. None: the task runs, or it failed."""
     is_admitted: bool = False
     """True if all its rollouts have slots, on a worker with another free slot."""
 
@@ -505,13 +505,26 @@ class Explorer:
         )
         # Before the callback is added, which another thread calls at once if the task has already ended.
         self._under_way[key] = _Submitted(unit, future, frozenset(self._warm), time.monotonic())
-        future.add_done_callback(lambda done: self._ended.put(str(done.key)))
+        future.add_done_callback(self._begin_fetch)
+
+    def _begin_fetch(self, future: UnitFuture) -> None:
+        # Fetch the result in a thread: a worker that answers slowly must not hold up the units of others.
+        key = str(future.key)
+        submitted = self._under_way.get(key)
+        if submitted is None or future.status != "finished":
+            self._ended.put(key)
+            return
+        submitted.fetched = fetch(future)
+        submitted.fetched.add_done_callback(lambda _: self._ended.put(key))
 
     def _take_vanished(self, workers: Set[str]) -> list[RolloutTask]:
         # Units that wait for workers that are all gone. Dask reports only those that it had assigned.
         now, vanished = time.monotonic(), list[RolloutTask]()
         for key, submitted in list(self._under_way.items()):
-            if not workers.isdisjoint(submitted.allowed) or submitted.future.status != "pending":
+            if submitted.fetched is not None:
+                if submitted.future.status != "finished" or now - submitted.seen_s > _RESULT_S:
+                    self._ended.put(key)  # the worker was lost with the result, or does not answer
+            elif not workers.isdisjoint(submitted.allowed) or submitted.future.status != "pending":
                 submitted.seen_s = now
             elif now - submitted.seen_s > _VANISHED_S:
                 log.warning("work unit %s is submitted again: its workers are gone", submitted.unit.key)
@@ -543,27 +556,12 @@ class Explorer:
                 continue
             unit, future = ended.unit, ended.future
             futures.append(future)
-            if (result := self._fetch_result(future)) is not None:
+            if (result := _result_of(ended)) is not None:
                 self._count(unit, result)
                 self._crashes.ended(result.worker, key)
                 self._roll_out_rest(unit, self._crashes.finished(unit, result.num_rollouts))
             elif not self._cancelled():
                 self._take_failure(unit, future, future.exception() if future.status == "error" else None)
-
-    def _fetch_result(self, future: UnitFuture) -> RolloutResult | None:
-        # None: the task raised an error, or its worker was lost after it had ended, which Dask shows in the status.
-        # A worker that only answers slowly is not lost.
-        if future.status != "finished":
-            return None
-        fetched, deadline = fetch(future), time.monotonic() + _RESULT_S
-        while future.status == "finished" and time.monotonic() < deadline and not self._cancelled():
-            try:
-                return fetched.result(_RESULT_POLL_INTERVAL_S)
-            except TimeoutError:
-                continue
-            except CancelledError:
-                break
-        return None
 
     def _take_failure(self, unit: RolloutTask, future: UnitFuture, error: BaseException | None) -> None:
         """Submit the unit again if that may help. Raises: RoleError: it will not; UserError, FencedError: the unit's.
@@ -712,3 +710,13 @@ class Explorer:
     def _look_for_weights(self) -> None:
         published = latest_published(self._storage)
         self._newest = max(self._newest, published.version if published is not None else 0)
+
+
+def _result_of(ended: _Submitted) -> RolloutResult | None:
+    # None: the task raised an error, or its worker was lost after it had ended, or does not answer.
+    if ended.fetched is None or not ended.fetched.done():
+        return None
+    try:
+        return ended.fetched.result()
+    except CancelledError:
+        return None

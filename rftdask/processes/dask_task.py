@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypedDict, TypeVar
+
+from rftdask.storage.base import in_daemon
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -68,16 +69,7 @@ def fetch(future: Fetchable[T]) -> Future[T]:
     Never give Dask the timeout: in distributed 2026.7 and 2026.8, one result that times out while it waits behind five
     others makes every later result of its client raise. Here a thread waits, and stays behind if its caller gives up.
     """
-    fetched = Future[T]()
-
-    def wait() -> None:
-        try:
-            fetched.set_result(future.result())
-        except BaseException as error:  # also asyncio's CancelledError; the caller raises it
-            fetched.set_exception(error)
-
-    threading.Thread(target=wait, name="fetch-result", daemon=True).start()
-    return fetched
+    return in_daemon(future.result, "fetch-result")
 
 
 def make_cancel_check() -> Callable[[], bool]:

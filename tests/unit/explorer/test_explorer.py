@@ -3,6 +3,7 @@ what the loss of a worker or an error of an engine means for a unit.
 """
 
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -27,6 +28,7 @@ from rftdask.synchronizer.styles import WeightRequirement
 from tests.unit.explorer.fake_dask import (
     WORKER,
     FakeClient,
+    FakeFuture,
     Outcome,
     died,
     lost_with_the_result,
@@ -293,18 +295,18 @@ def test_ended_futures_are_released_after_the_next_submit() -> None:
 
 
 def test_evaluations_take_half_of_the_engines_during_training() -> None:
-    client, num_evals = FakeClient(then=under_way, num_engines=4), []
+    client, num_evals = FakeClient(then=under_way, num_engines=4), list[int]()
     evals = "buffer.explorer_input.eval_tasksets=[{name: held_out, path: held_out.jsonl, repeat_times: 2}]"
     config = stage("evals", "buffer.batch_size=4", "buffer.total_steps=6", evals)
 
     # Units of training end first, so that those of the evaluation are under way to the end.
     def look(units: list[RolloutTask]) -> None:
-        training = [unit for unit in units if not unit.is_eval]
-        num_evals.append((len(units) - len(training), bool(training)))
+        if sum(not unit.is_eval for unit in client.submitted) < 12:  # units of training are left to submit
+            num_evals.append(sum(unit.is_eval for unit in units))
         client.pending.sort(key=lambda future: future.unit.is_eval)
 
     run_stage(client, config, end_one_each_pass(client, look))
-    assert max(count for count, training in num_evals if training) == 2
+    assert set(num_evals) == {2}
     assert sum(unit.is_eval for unit in client.submitted) == 3, "six tasks, two to a unit, each once"
 
 
@@ -359,6 +361,45 @@ def test_opening_removes_the_seal_of_a_log_that_will_grow() -> None:
 
 
 # ---- lost workers
+
+
+def answer_slowly(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> None:
+    """Make the first result that is fetched arrive only when `go_on` is set."""
+    fetched, result = list[str](), FakeFuture.result
+
+    def slow_result(future: FakeFuture) -> RolloutResult:
+        fetched.append(future.key)
+        if len(fetched) == 1:
+            go_on.wait(20)
+        return result(future)
+
+    monkeypatch.setattr(FakeFuture, "result", slow_result)
+
+
+def test_a_result_that_is_slow_delays_no_other_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, steps = threading.Event(), list[int]()
+    answer_slowly(monkeypatch, go_on)
+
+    def emit(event: Event) -> None:
+        if isinstance(event, StepFinished):
+            steps.append(event.step)
+            if len(steps) == 2:
+                go_on.set()
+
+    client = FakeClient(then=finished, num_engines=4)
+    loop = make_explorer(client, stage("slow-result", "buffer.total_steps=3"), emit)
+    loop.open()
+    loop.run()
+    assert steps == [2, 3, 1] and len(client.submitted) == 3
+
+
+def test_a_unit_whose_result_does_not_arrive_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explorer, "_RESULT_S", 0.2)
+    go_on, client = threading.Event(), FakeClient()
+    answer_slowly(monkeypatch, go_on)
+    assert explore(client, "no-result") == []
+    go_on.set()
+    assert [unit.key for unit in client.submitted] == [("experiences", 1, 0)] * 2
 
 
 @pytest.mark.parametrize("loss", [lost_with_the_result, told_to_end])
