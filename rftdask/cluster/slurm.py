@@ -765,12 +765,12 @@ def allocation() -> str | None:
 
 def read_allocation(job_id: str) -> Capacity:
     """Nodes of an allocation. Raises: RoleError: unknown to SLURM."""
-    told: dict[str, str] = dict(re.findall(r"(\w+)=(\S+)", call("scontrol", "--oneliner", "show", "job", job_id)))
-    nodes = int(told.get("NumNodes", "1").partition("-")[0])
+    fields: dict[str, str] = dict(re.findall(r"(\w+)=(\S+)", call("scontrol", "--oneliner", "show", "job", job_id)))
+    nodes = int(fields.get("NumNodes", "1").partition("-")[0])
     # For jobs with whole nodes only AllocTRES has the number of GPUs.
-    in_all = re.search(r"(?<![\w/])gres/gpu=(\d+)", told.get("AllocTRES") or told.get("TRES", ""))
-    gpus = max(count_gres(told.get("TresPerNode")), int(in_all[1]) // nodes if in_all else 0)
-    return Capacity(f"of allocation {job_id}", nodes, int(told.get("NumCPUs", "1")) // nodes, gpus)
+    in_all = re.search(r"(?<![\w/])gres/gpu=(\d+)", fields.get("AllocTRES") or fields.get("TRES", ""))
+    gpus = max(count_gres(fields.get("TresPerNode")), int(in_all[1]) // nodes if in_all else 0)
+    return Capacity(f"of allocation {job_id}", nodes, int(fields.get("NumCPUs", "1")) // nodes, gpus)
 
 
 def _process_of(job_id: str) -> psutil.Process | None:

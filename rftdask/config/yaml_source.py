@@ -196,9 +196,9 @@ class _Resolver:
         try:
             resolved = self._resolve(value, loc)
         except (ValueError, yaml.YAMLError, RecursionError) as error:
-            told = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
-            given = "required, and given as ???" if value == "???" else f"cannot be resolved: {told}"
-            self._problems.append((join(loc), given))
+            cause = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
+            problem = "required, and given as ???" if value == "???" else f"cannot be resolved: {cause}"
+            self._problems.append((join(loc), problem))
             return None
         if isinstance(resolved, str) and resolved != value and self._stays(join(loc), resolved):
             return value if _names_only_environment(value) else resolved

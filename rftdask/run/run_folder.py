@@ -49,7 +49,6 @@ _PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow
 _SERVICE_KEYS = ("requests_per_minute", "tokens_per_minute", "max_retries", "prompt_price", "response_price")
 """Pace and price of a model behind an API."""
 
-# fmt: off
 _FREE_KEYS = {
     "checkpoint_root_dir", "cluster", "continue_from_checkpoint", "log", "mode", "monitor", "private", "service",
     "stages",
@@ -72,8 +71,7 @@ _FREE_KEYS = {
     "trainer.reshard_after_forward", "trainer.save_hf_checkpoint", "trainer.save_interval", "trainer.save_minutes",
     "trainer.save_strategy", "trainer.tensor_parallel_size", "trainer.total_steps", "trainer.trainer_strategy",
     "trainer.ulysses_sequence_parallel_size",
-}
-# fmt: on
+}  # fmt: skip
 """Keys that a later start may change: they affect length, speed and output of a run, not its steps."""
 
 _FREE_OF_MODELS = (
