@@ -25,7 +25,7 @@ from rftdask.driver.memory_estimate import raise_shortages, worker_shortages
 from rftdask.errors import FencedError, UserError
 from rftdask.processes.gpus import free_host_bytes, visible_gpus
 from rftdask.reports.summary import print_summary
-from rftdask.run.run_folder import check_run
+from rftdask.run.run_folder import check_driver, check_run
 from rftdask.storage import open_storage
 
 _POLL_INTERVAL_S = 1.0
@@ -170,6 +170,7 @@ def _wait_for_owner(config: Config, patience_s: float, is_cancelled: Callable[[]
     end = time.monotonic() + patience_s
     while time.monotonic() < end and not is_cancelled():
         try:
+            check_driver(open_storage(config.checkpoint_job_dir), config)
             for stage in config.stage_configs():
                 check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",))
             return

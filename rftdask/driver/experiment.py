@@ -53,8 +53,14 @@ from rftdask.reports.run_reader import StageReader, stages_of
 from rftdask.reports.summary import RunSummary, summarize
 from rftdask.reports.tracking import open_feeds
 from rftdask.run import run_folder
-from rftdask.run.input_fingerprints import BackgroundHasher, Inputs, check_inputs_unchanged, copy_sources
-from rftdask.run.lease import DATASET, Lease
+from rftdask.run.input_fingerprints import (
+    BackgroundHasher,
+    InputFingerprints,
+    Inputs,
+    check_inputs_unchanged,
+    copy_sources,
+)
+from rftdask.run.lease import DATASET, Lease, driver_role
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.safe_text import safe
 from rftdask.storage.staging import stage_here
@@ -153,8 +159,7 @@ class Experiment:
         Raises: UserError: a mistake in the config or its data, before anything starts; RftError: a role failed for
         good.
         """
-        # Checks without side effects come first, then records of the start, then the stages one after another. The
-        # end is recorded in any case.
+        # Checks without side effects come first.
         began_s, storage = time.time(), open_storage(self.config.checkpoint_job_dir)
         if open_storage(self.url).url != storage.url:
             parts = [part for part in (self.config.project, self.config.group, self.config.name) if part]
@@ -166,21 +171,35 @@ class Experiment:
         inputs = self._check(stages, storage, say)
         fingerprints = check_inputs_unchanged(stages, inputs, accept=accept_changes)
         layout = plan_run(self.config, stages)
-        # Up to here, only datasets of task pipelines were written; `check_inputs` has removed its probe.
-        with run_folder.private_files(storage, self.config):
-            run_folder.record_run(storage, self.config)
-            run_folder.note_begin(storage)
-            logs = LogFolder(storage)
-            # Several explorers of one run have one file each, because only one process can rotate a file.
-            setup_logging(
-                "driver" + self.config.command_name.removeprefix(self.config.mode), self.config.log.level, logs.path
-            )
+        # Up to here, only datasets of task pipelines were written; `check_inputs` has removed its probe. A second
+        # driver would take over the jobs of the first, and cancel them when its roles are refused.
+        with run_folder.private_files(storage, self.config), Lease(storage, driver_role(self.config)):
+            return self._run_stages(stages, storage, inputs, fingerprints, layout, progress, began_s, accept_changes)
+
+    def _run_stages(
+        self,
+        stages: list[Config],
+        storage: Storage,
+        inputs: list[Inputs],
+        fingerprints: list[InputFingerprints],
+        layout: Layout,
+        progress: ViewKind,
+        began_s: float,
+        accept_changes: bool,
+    ) -> RunSummary:
+        # Record the start, run the stages one after another, and record the end in any case.
+        run_folder.record_run(storage, self.config)
+        run_folder.note_begin(storage)
+        logs = LogFolder(storage)
+        # Several explorers of one run have one file each, because only one process can rotate a file.
+        setup_logging(
+            "driver" + self.config.command_name.removeprefix(self.config.mode), self.config.log.level, logs.path
+        )
         folders: list[StageReader] = []
         status, error, model_path = "failed", "", ""
         try:
             # Exited in reverse order: the cluster ends while Ctrl-C is still handled and the view still works.
             with (
-                run_folder.private_files(storage, self.config),
                 ProgressView.create(progress) as view,
                 _stopping_on_interrupt(self, view),
                 start_cluster(self.config, layout, storage) as cluster,

@@ -1,6 +1,6 @@
 """Lease of a role on a run: a numbered create-only file with a heartbeat. Invariant: at most one live holder per role.
 
-Two trainers, or two explorers of one name, never work on the same run.
+Two trainers, two explorers of one name, or two drivers of one command never work on the same run.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ def lease_role(config: Config, role: str) -> str:
     """Name of the role in leases: "explorer.<name>" for an explorer with a name."""
     name = config.command_name.partition(".")[2]
     return f"{role}.{name}" if role == "explorer" and name else role
+
+
+def driver_role(config: Config) -> str:
+    """Role of the process that starts the cluster of this command and manages its jobs, for all stages of the run."""
+    return f"driver.{config.command_name}"
 
 
 class Lease:
@@ -179,7 +184,8 @@ def conflict(
             )
     elif role != new_role and role != "trainer" and new_role != "trainer":
         remedy += "; several explorers of one run need commands of mode explore, with one of mode train"
-    return f"{storage.url} is in use: {role} is {process}; {remedy}"
+    held_role = "its driver" if role.startswith("driver.") else role
+    return f"{storage.url} is in use: {held_role} is {process}; {remedy}"
 
 
 def lease_holders(storage: Storage) -> dict[str, dict[str, Any]]:

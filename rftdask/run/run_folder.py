@@ -22,8 +22,10 @@ from rftdask.config.base import plain
 from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, UserError
 from rftdask.run.lease import (
     conflict,
+    driver_role,
     excludes,
     is_alive,
+    lease_holder,
     lease_holders,
     lease_role,
     parse_lease,
@@ -119,6 +121,13 @@ def check_run(storage: Storage, config: Config, free: Collection[str] = (), expl
         for other, holder in holders.items():
             if other == new_role or (role == "explorer" and excludes(other, holder, explore_steps)):
                 raise FencedError(conflict(storage, other, holder, new_role, explore_steps))
+
+
+def check_driver(storage: Storage, config: Config) -> None:
+    """Check that no living process drives this command of the run. Raises: FencedError: one does."""
+    role = driver_role(config)
+    if (holder := lease_holder(storage, role)) is not None:
+        raise FencedError(conflict(storage, role, holder, role))
 
 
 def open_run(

@@ -2,6 +2,7 @@
 `validate`.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import pytest
 import yaml
 
 from rftdask import Experiment
-from rftdask.errors import UserError
+from rftdask.errors import FencedError, UserError
 from rftdask.reports.metric_table import explain
+from rftdask.run.lease import Lease, driver_role
+from rftdask.storage import open_storage
 from tests.integration.run_cases import BATCH_SIZE, DEADLINE_S, REPEAT_TIMES, assert_sound, run_folder, write_config
 
 STEPS = 6
@@ -33,6 +36,18 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     summary = experiment.wait(timeout_s=DEADLINE_S)
     assert summary is not None and summary.status == "finished"
     return experiment
+
+
+def test_a_second_driver_starts_no_cluster_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commands started in the same moment both find that no role is held."""
+    monkeypatch.setattr("rftdask.driver.experiment.start_cluster", lambda *_: pytest.fail("it has started a cluster"))
+    second = Experiment(**yaml.safe_load(write_config(tmp_path).read_text()))
+    storage = open_storage(second.url)
+    with Lease(storage, driver_role(second.config)):
+        held = storage.list("")
+        with pytest.raises(FencedError, match=f"its driver is process {os.getpid()} on"):
+            second.run("none")
+        assert storage.list("") == held
 
 
 def test_metrics_are_a_frame_with_a_row_for_each_role_and_step(experiment: Experiment) -> None:
