@@ -34,8 +34,9 @@ from rftdask.driver.jobs import connect
 from rftdask.driver.memory_estimate import gpu_shortages, host_shortages, job_shortages, raise_shortages
 from rftdask.driver.preflight import check_inputs
 from rftdask.driver.stage import StageRun
+from rftdask.driver.stall_watch import StallWatch
 from rftdask.errors import DataError, RoleError, StorageError, UserError
-from rftdask.monitor.events import Ended, Evaluated, Event, Note, StepFinished
+from rftdask.monitor.events import Alive, Ended, Evaluated, Event, Note, StepFinished
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
@@ -165,16 +166,20 @@ class Experiment:
             parts = [part for part in (self.config.project, self.config.group, self.config.name) if part]
             raise UserError(f"{self.url} is read-only here; to continue it, move it to a folder .../{'/'.join(parts)}")
         stages = self.config.stage_configs()
-        # First, so that the fork servers import torch while this process checks the inputs.
-        self.prepare()
-        say = log.info if progress == "none" else lambda line: print(safe(line), file=sys.stderr)
-        inputs = self._check(stages, storage, say)
-        fingerprints = check_inputs_unchanged(stages, inputs, accept=accept_changes)
-        layout = plan_run(self.config, stages)
-        # Up to here, only datasets of task pipelines were written; `check_inputs` has removed its probe. A second
-        # driver would take over the jobs of the first, and cancel them when its roles are refused.
-        with run_folder.private_files(storage, self.config), Lease(storage, driver_role(self.config)):
-            return self._run_stages(stages, storage, inputs, fingerprints, layout, progress, began_s, accept_changes)
+        with StallWatch() as watch:
+            watch.waits_for = lambda: "the check of the configuration, the code and the data"
+            # First, so that the fork servers import torch while this process checks the inputs.
+            self.prepare()
+            say = log.info if progress == "none" else lambda line: print(safe(line), file=sys.stderr)
+            inputs = self._check(stages, storage, say)
+            fingerprints = check_inputs_unchanged(stages, inputs, accept=accept_changes)
+            layout = plan_run(self.config, stages)
+            # Up to here, only datasets of task pipelines were written; `check_inputs` has removed its probe. A second
+            # driver would take over the jobs of the first, and cancel them when its roles are refused.
+            with run_folder.private_files(storage, self.config), Lease(storage, driver_role(self.config)):
+                return self._run_stages(
+                    stages, storage, inputs, fingerprints, layout, progress, began_s, accept_changes, watch
+                )
 
     def _run_stages(
         self,
@@ -186,6 +191,7 @@ class Experiment:
         progress: ViewKind,
         began_s: float,
         accept_changes: bool,
+        watch: StallWatch,
     ) -> RunSummary:
         # Record the start, run the stages one after another, and record the end in any case.
         run_folder.record_run(storage, self.config)
@@ -197,6 +203,8 @@ class Experiment:
         )
         folders: list[StageReader] = []
         status, error, model_path = "failed", "", ""
+        watch.progress()
+        watch.waits_for = lambda: f"the start of cluster.type {self.config.cluster.type}"
         try:
             # Exited in reverse order: the cluster ends while Ctrl-C is still handled and the view still works.
             with (
@@ -218,7 +226,9 @@ class Experiment:
                     )
                     copy_sources(stage_storage, fingerprints[number])
                     contents = BackgroundHasher(stage_storage, config.mode, fingerprints[number], accept=accept_changes)
-                    observer = StageObserver(self, config, number, len(stages), stage_storage, cluster, view, contents)
+                    observer = StageObserver(
+                        self, config, number, len(stages), stage_storage, cluster, view, contents, watch
+                    )
                     stage = StageRun(
                         config,
                         stage_storage,
@@ -228,6 +238,8 @@ class Experiment:
                         observer.on_event,
                         observer.log_folder,
                     )
+                    watch.progress()
+                    watch.waits_for = stage.waits_for
                     observer.show(stage.work, layout)
                     self._stage = stage
                     if self._stop_requested:
@@ -236,6 +248,8 @@ class Experiment:
                         ended = _run_stage(stage, stage_storage) if self.config.stages else stage.run()
                     finally:
                         self._stage = None
+                        watch.progress()
+                        watch.waits_for = lambda: "the end of the cluster and the report"
                         observer.close()
                         # Also for a failed stage: the report shows its progress.
                         folders.append(StageReader(config, stage_storage, time.monotonic() - began))
@@ -435,6 +449,7 @@ class StageObserver:
     cluster: Cluster
     view: ProgressView
     contents: BackgroundHasher
+    watch: StallWatch
 
     def __post_init__(self) -> None:
         config, storage = self.config, self.storage
@@ -472,6 +487,8 @@ class StageObserver:
         progress = dataclasses.replace(
             self.experiment._progress, elapsed_s=now - self._began, workers=len(workers_of(self.cluster.client))
         )
+        if not isinstance(event, Note | Alive):
+            self.watch.progress()
         if isinstance(event, Note):
             self.view.note(event.text)
         elif isinstance(event, Evaluated):

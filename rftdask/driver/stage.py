@@ -8,6 +8,7 @@ role ends the stage with the error of that role.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -31,7 +32,7 @@ from rftdask.errors import DamagedError, DataError, FencedError, RftError, RoleE
 from rftdask.explorer.auxiliary_pool import AuxiliaryPool
 from rftdask.explorer.explorer import Explorer
 from rftdask.explorer.unit_claims import Claims
-from rftdask.monitor.events import CODEC, Ended, Event, Note, WeightsPublished
+from rftdask.monitor.events import CODEC, Alive, Ended, Event, Note, Started, WeightsPublished
 from rftdask.monitor.machine_metrics import MachineLog
 from rftdask.processes.dask_task import workers_of
 from rftdask.run.lease import Lease, lease_role, roles_of
@@ -44,6 +45,8 @@ from rftdask.trainer.gang import TOPIC, Gang, RankSpec
 WORKER_DEADLINE_S = 300.0
 _EVENT_TIMEOUT_S = 0.1
 _WATCH_INTERVAL_S = 0.5
+_ALIVE_S = 15.0
+"""Seconds after a heartbeat in which the trainer waits: it sends one every 5 s then, and none while it computes."""
 _RETENTION_INTERVAL_S = 5.0
 """Seconds between retention passes in mode train. In other modes the explorer schedules them."""
 
@@ -96,6 +99,10 @@ class StageRun:
         """Set when the roles have ended, to stop compaction."""
         self._stopping = False
         self._trainer_ended: Ended | None = None
+        self._gang: Gang | None = None
+        self._trainer_started = False
+        self._alive_s = -math.inf
+        """Time of the trainer's last heartbeat, which it sends while it waits for a batch."""
         self._explorer: Explorer | None = None
         self._auxiliary: AuxiliaryPool | None = None
         self._sync: SyncHandle | None = None
@@ -141,7 +148,8 @@ class StageRun:
                 self._explorer.open()
                 self._work["explorer"] = self._threads.submit(self._explorer.run)
             if "trainer" in roles:
-                self._work["trainer"] = self._threads.submit(self._make_gang().run)
+                self._gang = self._make_gang()
+                self._work["trainer"] = self._threads.submit(self._gang.run)
             try:
                 # Until every role has ended; `_work` may also contain retention.
                 while self._work.keys() & set(roles):
@@ -203,6 +211,24 @@ class StageRun:
             self._over.set()  # without the file, which would stop the trainer of another process on the same run
         else:
             self._storage.put(STOP_FILE, b"stop\n")
+
+    def waits_for(self) -> str:
+        """Return what the roles wait for, as text for the user. Called in any thread."""
+        parts = []
+        if "trainer" in self._work and self._gang is not None:
+            step = self._gang.newest_step() + 1
+            if self._gang.num_missing:
+                parts.append(f"{self._gang.num_missing} of {self._gang.spec.world_size} trainer workers to join")
+            elif not self._trainer_started:
+                parts.append("the trainer to load its models")
+            elif time.monotonic() - self._alive_s < _ALIVE_S:
+                parts.append(f"the experiences of step {step}")
+            else:
+                parts.append(f"the trainer to compute step {step}")
+        if "explorer" in self._work and self._explorer is not None:
+            parts.append(self._explorer.waits_for())
+        parts += [f"{name} to end" for name in list(self._work) if name not in ("trainer", "explorer")]
+        return "; ".join(parts) or "the roles to start"
 
     def _take_ends(self) -> None:
         """Collect ended threads. An error ends the stage; after the trainer, no newer weights appear."""
@@ -328,6 +354,10 @@ class StageRun:
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
             while True:
+                if isinstance(event, Started):
+                    self._trainer_started = True
+                elif isinstance(event, Alive):
+                    self._alive_s = time.monotonic()
                 if isinstance(event, WeightsPublished):
                     if self._sync is not None:
                         # Two separate waits: workers wait in `wait_for_version` of the actor, the explorer waits

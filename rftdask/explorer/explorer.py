@@ -107,6 +107,7 @@ class _Submitted:
     future: UnitFuture
     allowed: Set[str]
     """Addresses of the workers that may run it."""
+    sent_s: float
     seen_s: float
     """Time at which one of these workers was last connected, until the task ended."""
     fetched: Future[RolloutResult] | None = None
@@ -185,6 +186,8 @@ class Explorer:
         self._evals = EvaluationQueue(storage, config, sizes, eval_versions, self._make_unit, self._record_evaluation)
         self._crashes = CrashTracker()
         self._backpressure = Backpressure(config, Ledger(storage, MAIN_LINEAGE))
+        self._is_full = False
+        """True if back-pressure kept the last unit from beginning."""
 
         # Completed and running units. A unit of training is identified by (explore step, unit_index).
         self._done: set[tuple[int, int]] = set()
@@ -307,6 +310,26 @@ class Explorer:
         if self._complete >= self._num_steps > 0:
             self._log.seal(self._num_steps)
 
+    def waits_for(self) -> str:
+        """Return what the loop waits for, as text for the user. Called in any thread."""
+        if not self._warm:
+            return "an explorer worker to join"
+        under_way = sorted(self._under_way.values(), key=lambda submitted: submitted.sent_s)
+        if under_way:
+            unit, age_s = under_way[0].unit, time.monotonic() - under_way[0].sent_s
+            oldest = f"{unit.folder} {unit.explore_step}.{unit.unit_index}"
+            text = f"{len(under_way)} work units on {len(self._warm)} workers (the oldest, {oldest}, for {age_s:.0f} s)"
+            needs = min(submitted.unit.weights.version for submitted in under_way)
+            return f"{text}, which need policy version {needs}" if needs > self._newest else text
+        if self._warming:
+            return f"engines to start on {', '.join(self._warming)}"
+        step = self._complete + 1
+        if step > self._num_steps:
+            return "the trainer to end, or evaluations"
+        if self._is_full:
+            return f"the trainer to read experiences, before explore step {step} may begin (back-pressure)"
+        return f"newer weights than policy version {self._newest}, for explore step {step}"
+
     def wake(self, version: int = 0) -> None:
         """Wake the loop; `version`: a newly published version. From any thread."""
         # A lost update between two threads costs one more read of the pointer.
@@ -419,7 +442,8 @@ class Explorer:
     def _has_room(self, step: int, unit_index: int) -> bool:
         # True if the limits on unread experiences let the unit begin. All groups of earlier units count as written.
         num_groups = (step - 1) * self._config.buffer.batch_size + unit_index * self._config.tasks_per_unit
-        return self._backpressure.has_room(num_groups)
+        self._is_full = not self._backpressure.has_room(num_groups)
+        return not self._is_full
 
     def _is_over(self) -> bool:
         training_over = self._next_unit() is None
@@ -504,7 +528,8 @@ class Explorer:
             retries=0,
         )
         # Before the callback is added, which another thread calls at once if the task has already ended.
-        self._under_way[key] = _Submitted(unit, future, frozenset(self._warm), time.monotonic())
+        now = time.monotonic()
+        self._under_way[key] = _Submitted(unit, future, frozenset(self._warm), now, now)
         future.add_done_callback(self._begin_fetch)
 
     def _begin_fetch(self, future: UnitFuture) -> None:

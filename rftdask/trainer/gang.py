@@ -159,7 +159,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
         child.close()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Gang:
     """Runs the ranks to their end, and restarts all of them from storage if one is lost.
 
@@ -181,6 +181,8 @@ class Gang:
     """Returns True if the run is over, so that no restart is tried."""
     stopping: Callable[[], bool] = lambda: False
     """Returns True if the run was asked to stop; only used before ranks start, since ranks check for themselves."""
+    num_missing: int = 0
+    """Number of workers for which the start of the ranks waits."""
 
     def run(self) -> Ended | None:
         """Run the ranks; returns the final event of rank 0, or None if the run stopped before any rank started.
@@ -322,8 +324,9 @@ class Gang:
             workers = workers_of(self.client)
             # Sorted, so that ranks of one machine are neighbors, which communicate the most.
             able = sorted(a for a, info in workers.items() if info["resources"].get(TRAINER_RESOURCE))
+            self.num_missing = max(0, self.spec.world_size - len(able))
             # Surplus workers replace lost ones.
-            if len(able) >= self.spec.world_size:
+            if not self.num_missing:
                 return able[: self.spec.world_size]
             if time.monotonic() > deadline:
                 raise WaitTimeout(

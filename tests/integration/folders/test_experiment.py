@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import matplotlib.figure
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from rftdask import Experiment
+from rftdask.driver.stall_watch import StallWatch
 from rftdask.errors import FencedError, UserError
 from rftdask.reports.metric_table import explain
 from rftdask.run.lease import Lease, driver_role
@@ -48,6 +50,22 @@ def test_a_second_driver_starts_no_cluster_and_writes_nothing(tmp_path: Path, mo
         with pytest.raises(FencedError, match=f"its driver is process {os.getpid()} on"):
             second.run("none")
         assert storage.list("") == held
+
+
+def test_a_slow_run_says_in_each_phase_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    always = partial(StallWatch, 0.0)
+    monkeypatch.setattr("rftdask.driver.experiment.StallWatch", always)
+    monkeypatch.setattr("rftdask.driver.stall_watch._POLL_S", 0.01)
+    sections = yaml.safe_load(write_config(tmp_path).read_text())
+    sections["trainer"]["total_steps"] = 2
+    assert Experiment(**sections).run("none").status == "finished"
+    waits = [line.partition("the run waits for ")[2] for line in caplog.messages if line.startswith("no progress for")]
+    log = (tmp_path / "runs/rftdask/fake/log/driver.log").read_text()
+    for phase in ("the check of the configuration", "the start of cluster.type", "the trainer to", "the end of the"):
+        assert any(phase in text for text in waits), (phase, waits)
+    assert "the run waits for the trainer to" in log and "threads of the driver meanwhile" in log
 
 
 def test_metrics_are_a_frame_with_a_row_for_each_role_and_step(experiment: Experiment) -> None:
