@@ -171,17 +171,22 @@ def test_unreadable_session_is_quarantined_and_others_go_on() -> None:
     bank.put(session(0, "a"))
     bank.put(session(1, "a"))
     bank.put(session(2, "b"))
-    # Rows that no log takes, by an earlier version, and a flipped byte.
+    bank.put(session(3, "c"))
+    # Rows of an earlier version that no log takes, a changed byte, and a file cut short.
     wrong = dict(load_checked(storage.get("serve/sessions/s0.json")))
     wrong["rows"][0]["metrics"] = {"steps": "many"}
     storage.put("serve/sessions/s0.json", dump_checked(wrong))
     assert bank.commit_groups() == 1 and committed(storage) == {(0, 1): [1, 1]}
-    storage.put("serve/sessions/s2.json", storage.get("serve/sessions/s2.json").replace(b"served", b"swerve", 1)[:-9])
+    whole = storage.get("serve/sessions/s2.json")
+    changed = whole.replace(b'"tokens": [2', b'"tokens": [3')
+    assert changed != whole
+    storage.put("serve/sessions/s2.json", changed)
+    storage.put("serve/sessions/s3.json", storage.get("serve/sessions/s3.json")[:-9])
     for _ in range(2):
         bank = bank_of(storage)
         assert bank.num_waiting == 0
     assert sorted(storage.list("serve/quarantine")) == [
-        f"s{number}{suffix}" for number in (0, 2) for suffix in (".json", ".reason.json")
+        f"s{number}{suffix}" for number in (0, 2, 3) for suffix in (".json", ".reason.json")
     ]
     reason = json.loads(storage.get("serve/quarantine/s0.reason.json"))["reason"]
     assert "many" in reason and not storage.list("serve/sessions")
