@@ -249,6 +249,7 @@ async def test_stop_that_no_engine_can_read_is_refused(case: Case) -> None:
         body = {"messages": ASKED, name: ["a\ud800"]}
         status, reply = await case.post("/v1/chat/completions", json.dumps(body))
         assert (status, reply["error"]["type"]) == (400, "invalid_request_error"), reply
+        assert "not text in UTF-8" in reply["error"]["message"]
     assert case.queue.num_asked == 0
 
 
