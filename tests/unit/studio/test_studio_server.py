@@ -8,7 +8,7 @@ import http.client
 import json
 import re
 from html.parser import HTMLParser
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import pytest
 
@@ -28,12 +28,13 @@ PAGES += ["compare"]
 
 
 class Tags(HTMLParser):
-    """Element names, script sources and text of a page."""
+    """Element names, script sources, links and text of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.names: set[str] = set()
         self.sources: set[str | None] = set()
+        self.links: list[str] = []
         self.text = ""
         self.words: list[str] = []
         self.feed(page)
@@ -42,6 +43,7 @@ class Tags(HTMLParser):
         self.names.add(tag)
         if tag == "script":
             self.sources.add(dict(attrs).get("src"))
+        self.links += [value or "" for name, value in attrs if name in ("href", "src", "action", "formaction")]
 
     def handle_data(self, data):
         self.text += data
@@ -102,6 +104,13 @@ def test_pages_load_only_the_studio_s_scripts(server, path):
     assert Tags(page).sources <= {f"static/{name}" for name in ("studio.js", "configure.js", "uPlot.iife.min.js")}
     assert "http:" not in page and "https:" not in page
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+
+
+def test_all_links_are_relative(server, case):
+    """A proxy may serve the studio under a path of its own."""
+    for path in ("/", *(f"/{page}?{RUN}" for page in PAGES), experience_path(case, 2)):
+        links = Tags(fetch(server, path)[1]).links
+        assert links and not [link for link in links if link.startswith("/") or urlsplit(link).scheme], path
 
 
 def test_user_input_is_escaped(server):
