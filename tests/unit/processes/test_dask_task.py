@@ -96,7 +96,7 @@ def test_results_arrive_after_a_worker_was_silent_for_a_while() -> None:
         assert fetch(client.submit(int, "9")).result(60) == 9
 
 
-def test_no_result_of_dask_has_a_timeout_of_its_own() -> None:
+def test_results_have_no_timeout_by_keyword() -> None:
     """Futures of threads take it by position; an ActorFuture has a wait of its own."""
     root = Path(rftdask.__file__).parent
     others = {root / "storage" / "doctor.py", root / "synchronizer" / "actor.py"}
