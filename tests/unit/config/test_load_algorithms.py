@@ -208,14 +208,15 @@ def test_videos_are_read_and_mini_batches_counted() -> None:
     ],
 )
 def test_parts_that_cannot_be_combined_are_refused(section: dict[str, Any], line: str) -> None:
-    """By the key that is in the file, without importing torch."""
+    """The problem names the key of the file. Mode explore ignores the combination, since it does not train."""
     on_rows = section.get("algorithm_type", "raft") not in ("grpo", "raft")
     tree = sft(algorithm=section) if on_rows else grpo(algorithm=section)
     assert any(problem.startswith(f"algorithm.{line}") for problem in problems(tree)), problems(tree)
-    assert load_config({**grpo(algorithm=section), "mode": "explore"}) if not on_rows else True
+    if not on_rows:
+        load_config({**tree, "mode": "explore"})
 
 
 @pytest.mark.parametrize("kind", registered_parts("algorithm_type"))
-def test_the_parts_of_every_algorithm_type_fit_together(kind: str) -> None:
-    assert AlgorithmConfig(algorithm_type=kind).misfit is None
-    assert AlgorithmConfig(algorithm_type=kind, kl_penalty_fn="none", kl_loss_fn_args={"kl_coef": 0}).misfit is None
+def test_terms_without_effect_fit_every_algorithm_type(kind: str) -> None:
+    fits = AlgorithmConfig(algorithm_type=kind, kl_penalty_fn="none", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0})
+    assert fits.misfit is None
