@@ -207,6 +207,7 @@ def test_completions_continue_texts() -> None:
 
 
 IMAGE: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+LINK = {"type": "url", "url": "http://x"}
 CALLS_ADD: Any = {"type": "function", "function": {"name": "add"}}
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "chat/completions": [
@@ -252,7 +253,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "messages": [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "http://x"}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": LINK}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": LINK}]}]}, "messages"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
         ({"thinking": {"type": "much"}}, "thinking"),
