@@ -7,8 +7,8 @@
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "distributed==2026.7.1"
+"${PYTHON:-python3}" -m venv "$folder/venv" || exit 75
+"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "distributed==2026.7.1" || exit 75
 cd "$folder"
 cat >program.py <<'PYTHON' # a file, since the processes of the cluster import it
 import os

@@ -9,8 +9,8 @@
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "pyarrow==26.0.1" "duckdb==2.0.0"
+"${PYTHON:-python3}" -m venv "$folder/venv" || exit 75
+"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "pyarrow==26.0.1" "duckdb==2.0.0" || exit 75
 cd "$folder"
 venv/bin/python - <<'PYTHON'
 import math

@@ -7,8 +7,8 @@
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "math-verify==0.9.0"
+"${PYTHON:-python3}" -m venv "$folder/venv" || exit 75
+"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "math-verify==0.9.0" || exit 75
 cd "$folder"
 venv/bin/python - <<'PYTHON'
 import importlib.metadata

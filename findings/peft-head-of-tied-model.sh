@@ -8,8 +8,8 @@
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "peft==0.21.2" "transformers==5.19.0" "torch==2.13.0"
+"${PYTHON:-python3}" -m venv "$folder/venv" || exit 75
+"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "peft==0.21.2" "transformers==5.19.0" "torch==2.13.0" || exit 75
 cd "$folder"
 export TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1
 venv/bin/python - <<'PYTHON'

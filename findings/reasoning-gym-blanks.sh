@@ -9,8 +9,8 @@
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "reasoning-gym==0.1.19"
+"${PYTHON:-python3}" -m venv "$folder/venv" || exit 75
+"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "reasoning-gym==0.1.19" || exit 75
 cd "$folder"
 venv/bin/python - <<'PYTHON'
 import importlib.metadata
