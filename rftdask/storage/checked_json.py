@@ -36,7 +36,7 @@ def parse_json(data: bytes | str) -> Any:
 def parse_portable(data: bytes | str) -> Any:
     """Parse untrusted JSON that later becomes text, rows or JSON again.
 
-    Raises: ValueError: as `parse_json`; nested deeper than MAX_DEPTH; a text that UTF-8 lacks; a number that float64
+    Raises: ValueError: as `parse_json`; nested deeper than MAX_DEPTH; text invalid in UTF-8; a number that float64
     cannot hold.
     """
     tree = parse_json(data)

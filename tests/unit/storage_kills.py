@@ -27,7 +27,7 @@ def killed_at(number: int, moment: str = "before", verbs: Sequence[str] = WRITES
 
 
 def killed_at_put(number: int, puts: list[str]) -> Hook:
-    """Before the put of this number, from 0; `puts` takes the paths up to it."""
+    """Fails before the put of this number, from 0; `puts` collects the paths up to it."""
 
     def hook(verb: str, path: str, stage: str) -> None:
         if verb == "put" and stage == "before":
@@ -39,7 +39,7 @@ def killed_at_put(number: int, puts: list[str]) -> Hook:
 
 
 def killed_before(verb: str, path: str | None = None) -> Hook:
-    """Before every such call; path: None: of any path."""
+    """Fails before every call of `verb` with this path; None: any path."""
 
     def hook(called: str, at: str, stage: str) -> None:
         if (called, stage) == (verb, "before") and path in (None, at):

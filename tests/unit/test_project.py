@@ -211,7 +211,7 @@ UPWARD = upward("rftdask.trainer.loop")
         ("from rftdask import __version__", []),
     ],
 )
-def test_an_upward_import_is_found_however_it_is_written(tmp_path, source, problems):
+def test_only_imports_of_lower_layers_are_allowed(tmp_path, source, problems):
     graph = invent(tmp_path, buffer__log=source, trainer__loop="", engines__base="", storage__base="", errors="")
     assert layer_problems(graph) == problems
 

@@ -104,7 +104,7 @@ def committed(
 
 
 def uids(*tasks: int) -> tuple[str, ...]:
-    """Of both rollouts of each task."""
+    """Uids of both rollouts of each task."""
     return tuple(f"t/0/{task}/{k}/0" for task in tasks for k in (0, 1))
 
 

@@ -85,7 +85,7 @@ def test_a_changed_recipe_of_an_operator_is_refused(world: World) -> None:
         input_fingerprints.check_inputs_unchanged([config], [input_fingerprints.Inputs()])
 
 
-def test_a_changed_adapter_to_begin_with_is_refused(tmp_path: Path, world: World) -> None:
+def test_a_changed_initial_adapter_is_refused(tmp_path: Path, world: World) -> None:
     folder = tmp_path / "adapter"
     folder.mkdir()
     config = world.config(f"model.lora_configs=[{{path: {folder}}}]")

@@ -85,7 +85,7 @@ class Case:
         return (await client.chat.completions.create(model="policy", messages=messages, **options)).choices[0].message
 
     async def feedback(self, key: str = "token", **body: Any) -> tuple[int, Any]:
-        # Not json=body: httpx refuses text that UTF-8 lacks, other clients do not.
+        # Not json=body: httpx refuses text invalid in UTF-8, other clients do not.
         return await self.post("/feedback", json.dumps(body), key)
 
     async def post(self, path: str, content: str | bytes, key: str = "token") -> tuple[int, Any]:
@@ -244,7 +244,7 @@ async def test_reward_by_answer_ids_joins_sessions(case: Case) -> None:
 
 
 @served()
-async def test_stop_that_no_engine_can_read_is_refused(case: Case) -> None:
+async def test_stop_text_invalid_in_utf8_is_refused(case: Case) -> None:
     for name in ("stop", "bad_words"):
         body = {"messages": ASKED, name: ["a\ud800"]}
         status, reply = await case.post("/v1/chat/completions", json.dumps(body))

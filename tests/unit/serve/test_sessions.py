@@ -172,7 +172,7 @@ def test_unreadable_session_is_quarantined_and_others_go_on() -> None:
     bank.put(session(1, "a"))
     bank.put(session(2, "b"))
     bank.put(session(3, "c"))
-    # Rows of an earlier version that no log takes, a changed byte, and a file cut short.
+    # Invalid rows of an earlier version, a changed byte, and a file cut short.
     wrong = dict(load_checked(storage.get("serve/sessions/s0.json")))
     wrong["rows"][0]["metrics"] = {"steps": "many"}
     storage.put("serve/sessions/s0.json", dump_checked(wrong))
@@ -194,7 +194,7 @@ def test_unreadable_session_is_quarantined_and_others_go_on() -> None:
     assert kept is not None and kept["reward"] == 0.0, "a repeated reward gets the same answer"
 
 
-def test_session_whose_rows_no_log_takes_is_not_stored() -> None:
+def test_session_with_invalid_rows_is_not_stored() -> None:
     storage = open_storage(f"memory://bank-{next(_numbers)}")
     bank = bank_of(storage)
     [row, _] = session(0, "a").rows
@@ -203,7 +203,7 @@ def test_session_whose_rows_no_log_takes_is_not_stored() -> None:
     assert not storage.list("serve/sessions")
 
 
-def test_text_that_utf8_lacks_does_not_stop_the_server() -> None:
+def test_text_invalid_in_utf8_does_not_stop_the_server() -> None:
     storage = open_storage(f"memory://bank-{next(_numbers)}")
     [row, _] = session(0, "").rows
     stored = RewardedSession("s0", "", 0.0, (replace(row, metrics={"a\ud800": 1.0}, prompt_text="\udfff"),))

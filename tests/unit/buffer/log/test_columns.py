@@ -166,7 +166,7 @@ def test_the_schema_version_is_in_the_parquet_metadata() -> None:
     assert table.schema.metadata == {b"rftdask.schema": b"1.5", b"rftdask.run": b'"my run"'}
 
 
-def test_text_that_utf8_lacks_is_stored_as_an_escape() -> None:
+def test_text_invalid_in_utf8_is_stored_as_an_escape() -> None:
     lone, shown = "a\ud800", r"a\ud800"
     texts = dict.fromkeys(("taskset", "prompt_text", "response_text", "truth", "error"), lone)
     turns = (Turn(0, 0, 4, 0, 2, lone, 7, env_state=lone),)
