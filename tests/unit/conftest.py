@@ -5,6 +5,7 @@ moto and s3fs are in the dev extra; where they are missing the S3 tests fail, th
 
 import os
 import subprocess
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rftdask.storage.local import LocalStorage
-from tests.unit.storage.s3_proxy import start_moto
+from tests.unit.storage.s3_proxy import FaultyS3, start_moto
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,20 @@ def s3_endpoint() -> Iterator[str]:
 def s3_url(s3_endpoint: str) -> str:
     """A prefix of its own in the bucket."""
     return f"s3://bucket/{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def faults(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    """A proxy that S3 clients use instead of the server."""
+    server = FaultyS3(s3_endpoint)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")  # bodies as they are, no trailers
+    yield server
+    server.shutdown()
+    thread.join(timeout=30)
+    server.server_close()
 
 
 @pytest.fixture

@@ -4,32 +4,16 @@ Promises: a lost reply is not a lost race, but a rival's object with the same by
 A local proxy injects the faults in front of the moto server; nothing inside the storage is replaced.
 """
 
-import threading
-from collections.abc import Iterator
-
 import pytest
-from s3_proxy import FaultyS3
 
 from rftdask.errors import NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.fsspec_store import FsspecStorage
+from tests.unit.storage.s3_proxy import FaultyS3
 
 
 @pytest.fixture
-def faults(s3_endpoint: str) -> Iterator[FaultyS3]:
-    server = FaultyS3(s3_endpoint)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join(timeout=30)
-    server.server_close()
-
-
-@pytest.fixture
-def store(s3_url: str, faults: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Storage:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{faults.server_port}")
-    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")  # bodies as they are, no trailers
+def store(s3_url: str, faults: FaultyS3) -> Storage:
     store = open_storage(s3_url)
     store.put("warm", b"an open connection, which clients like to use again")
     faults.num_puts = 0

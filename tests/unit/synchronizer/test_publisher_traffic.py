@@ -4,8 +4,6 @@ shared folder such as NFS, at the system calls, each of which the server sees.
 """
 
 import tempfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +24,7 @@ NUM_CHANGED = NUM_VALUES // 100
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str) -> Iterator[FaultyS3]:
-    server = FaultyS3(s3_endpoint)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join(timeout=30)
-    server.server_close()
-
-
-@pytest.fixture
-def storage(s3_url: str, proxy: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
-    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")  # plain bodies without trailers
+def storage(s3_url: str, faults: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     opened = open_storage(s3_url)
     opened.put("warm", b"an open connection, which clients like to use again")
@@ -93,8 +78,8 @@ def costs(storage: Storage, counter: Any) -> dict[str, list[tuple[int, int]]]:
     return cost
 
 
-def test_a_delta_on_s3_costs_few_bytes_and_requests(storage: Storage, proxy: FaultyS3) -> None:
-    cost = costs(storage, proxy)
+def test_a_delta_on_s3_costs_few_bytes_and_requests(storage: Storage, faults: FaultyS3) -> None:
+    cost = costs(storage, faults)
     for (whole_calls, whole_bytes), (calls, num_bytes) in zip(cost["whole"], cost["delta"], strict=True):
         assert num_bytes < 0.05 * whole_bytes
         assert calls <= whole_calls + 2  # reading a delta includes the manifest of its base
