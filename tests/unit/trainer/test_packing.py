@@ -18,42 +18,16 @@ from rftdask.trainer.engines.micro_batches import micro_batches
 from rftdask.trainer.model import token_logprobs
 from rftdask.trainer.packing import Spans, pack_rows
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
+from tests.unit.trainer.tiny_families import EXPERTS, VOCAB_SIZE, make_model
 
-VOCAB_SIZE = 40
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "initializer_range": 0.3,  # attention that is not uniform
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
+MODELS = {
+    "qwen2": make_model(),
+    "qwen3": make_model(transformers.Qwen3Config),
+    "llama": make_model(transformers.LlamaConfig),
+    "mistral with a window of 3": make_model(transformers.MistralConfig, sliding_window=3),
+    "gemma 3 with a window of 4": make_model(transformers.Gemma3TextConfig, sliding_window=4),
+    "mixture of experts": make_model(transformers.Qwen3MoeConfig, **EXPERTS),
 }
-FAMILIES = {
-    "qwen2": (transformers.Qwen2Config, {}),
-    "qwen3": (transformers.Qwen3Config, {}),
-    "llama": (transformers.LlamaConfig, {}),
-    "mistral with a window of 3": (transformers.MistralConfig, {"sliding_window": 3}),
-    "gemma 3 with a window of 4": (transformers.Gemma3TextConfig, {"sliding_window": 4}),
-    "mixture of experts": (
-        transformers.Qwen3MoeConfig,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-    ),
-}
-
-
-def make_model(family: str) -> Any:
-    config_class, more = FAMILIES[family]
-    torch.manual_seed(shifted_seed(0))
-    model: Any = transformers.AutoModelForCausalLM.from_config(config_class(**SIZES | more))
-    return model.eval()
-
-
-MODELS = {family: make_model(family) for family in FAMILIES}
 lengths_of_rows = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=6)
 """(prompt, response) tokens of each row."""
 
@@ -88,7 +62,7 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
 
 
 class TestPackedAttention:
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", MODELS)
     @settings(max_examples=8, deadline=None)
     @given(shapes=lengths_of_rows, seed=st.integers(0, 99), lean=st.booleans())
     def test_packed_equals_padded_in_value_and_gradient(
@@ -141,7 +115,7 @@ class TestPackedAttention:
         assert model.config._attn_implementation != PACKED
 
     def test_a_packing_model_still_generates_from_padded_prompts(self) -> None:
-        model = make_model("qwen3")
+        model = make_model(transformers.Qwen3Config)
         ids, mask = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
         options = {"max_new_tokens": 5, "do_sample": False}
         expected = model.generate(ids, attention_mask=mask, **options)

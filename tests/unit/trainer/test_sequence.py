@@ -21,41 +21,22 @@ from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.sequence import SequenceSplit
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
 from tests.thread_ranks import in_threads
-
-VOCAB_SIZE = 30
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "head_dim": 4,
-    "initializer_range": 0.3,  # attention that is not uniform
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-FAMILIES = {
-    "as many key-value heads as the ranks divide": (transformers.Qwen3Config, {"num_key_value_heads": 4}),
-    "fewer than ranks": (transformers.LlamaConfig, {"num_key_value_heads": 1}),
-    "three, which neither divides": (transformers.Qwen2Config, {"num_key_value_heads": 3}),
-    "a window of 3": (transformers.MistralConfig, {"num_key_value_heads": 2, "sliding_window": 3}),
-    "mixture of experts": (
-        transformers.Qwen3MoeConfig,
-        {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-    ),
-}
+from tests.unit.trainer.tiny_families import EXPERTS, VOCAB_SIZE, make_model
 
 
-def make_model(family: str) -> Any:
-    config_class, more = FAMILIES[family]
-    torch.manual_seed(shifted_seed(0))
-    model: Any = transformers.AutoModelForCausalLM.from_config(config_class(**SIZES | more))
+def packed_model(config: Any, **sizes: Any) -> Any:
+    model = make_model(config, hidden_size=24, num_attention_heads=12, **sizes)
     assert pack_if_equal(model)
-    return model.eval()
+    return model
 
 
-MODELS = {family: make_model(family) for family in FAMILIES}
+MODELS = {
+    "as many key-value heads as the ranks divide": packed_model(transformers.Qwen3Config, num_key_value_heads=4),
+    "fewer than ranks": packed_model(transformers.LlamaConfig, num_key_value_heads=1),
+    "three, which neither divides": packed_model(transformers.Qwen2Config, num_key_value_heads=3),
+    "a window of 3": packed_model(transformers.MistralConfig, num_key_value_heads=2, sliding_window=3),
+    "mixture of experts": packed_model(transformers.Qwen3MoeConfig, num_key_value_heads=2, **EXPERTS),
+}
 
 
 def scores_and_gradients(
@@ -79,7 +60,7 @@ def scores_and_gradients(
 
 
 class TestSplitSequences:
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", MODELS)
     @settings(max_examples=4, deadline=None)
     @given(
         shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=4),

@@ -9,26 +9,8 @@ import transformers
 
 from rftdask.errors import DataError
 from rftdask.trainer.engines.strategies.tensor import plan_of
+from tests.unit.trainer.tiny_families import EXPERTS, make_model
 from tests.versions import needs_newer_transformers
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-
-
-def make_model(config_class: Any = transformers.Qwen2Config, **sizes: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_config(config_class(**SIZES | sizes))
 
 
 def test_the_plan_cuts_heads_and_inner_features() -> None:
@@ -86,7 +68,7 @@ def test_an_output_layer_that_is_shared_or_uneven_stays_whole(sizes: dict[str, A
             marks=needs_newer_transformers,
         ),
         (
-            make_model(transformers.DeepseekV2Config, first_k_dense_replace=1, num_key_value_heads=4),
+            make_model(transformers.DeepseekV2Config, first_k_dense_replace=2, num_key_value_heads=4),
             "the tp_plan of DeepseekV2ForCausalLM has unsupported styles: mla_kv_a_proj.*; leave trainer.tensor",
         ),
     ],
