@@ -57,16 +57,11 @@ class StaleEngine(Engine):
         self.calls.append("load_anew")
 
 
-def test_an_engine_with_equal_fingerprint_is_loaded_once() -> None:
-    engine = StaleEngine(0)
+@pytest.mark.parametrize("loads_needed", [0, 1])
+def test_only_a_mismatch_is_loaded_again_and_checked_again(loads_needed: int) -> None:
+    engine = StaleEngine(loads_needed)
     engine.load_verified(1, [], PRINT)
-    assert engine.calls == ["load_weights", "logprobs"]
-
-
-def test_a_mismatch_is_loaded_again_and_checked_again() -> None:
-    engine = StaleEngine(1)
-    engine.load_verified(1, [], PRINT)
-    assert engine.calls == ["load_weights", "logprobs", "load_anew", "logprobs"]
+    assert engine.calls == ["load_weights", "logprobs", *["load_anew", "logprobs"] * loads_needed]
 
 
 def test_a_lasting_mismatch_is_an_error_with_the_numbers() -> None:

@@ -141,15 +141,24 @@ def test_a_holder_that_sees_a_higher_number_has_lost(storage: Storage) -> None:
     assert not json.loads(storage.get("control/lease-trainer-1.json"))["released"]
 
 
-def test_of_two_simultaneous_starts_one_wins(storage: Storage) -> None:
+@pytest.mark.parametrize(
+    ("role", "other", "steps", "why"),
+    [
+        ("trainer", "trainer", None, "another process has just started as trainer"),
+        ("explorer", "explorer.b", 4, r"explorer.b is process"),
+    ],
+)
+def test_of_two_simultaneous_starts_one_wins(
+    storage: Storage, role: str, other: str, steps: int | None, why: str
+) -> None:
     others: list[Lease] = []
 
     def overtake(verb: str, path: str, stage: str) -> None:
-        if (verb, stage) == ("put_new", "before"):
-            others.append(Lease(storage, "trainer"))
+        if (verb, stage) == ("put_new", "before") and not others:
+            others.append(Lease(storage, other, explore_steps=steps))
 
-    with pytest.raises(FencedError, match="another process has just started as trainer"):
-        Lease(FaultyStorage(storage, overtake), "trainer")
+    with pytest.raises(FencedError, match=why):
+        Lease(FaultyStorage(storage, overtake), role)
     others[0].release()
 
 
@@ -176,18 +185,6 @@ def test_named_explorers_with_equal_steps_run_together(storage: Storage) -> None
 def test_an_unnamed_explorer_excludes_others(storage: Storage) -> None:
     with Lease(storage, "explorer"), pytest.raises(FencedError, match="explorer is process"):
         Lease(storage, "explorer.b", explore_steps=4)
-
-
-def test_of_two_excluding_explorers_one_sees_the_other(storage: Storage) -> None:
-    others: list[Lease] = []
-
-    def overtake(verb: str, path: str, stage: str) -> None:
-        if (verb, stage) == ("put_new", "before") and not others:
-            others.append(Lease(storage, "explorer.b", explore_steps=4))
-
-    with pytest.raises(FencedError, match=r"explorer.b is process"):
-        Lease(FaultyStorage(storage, overtake), "explorer")
-    others[0].release()
 
 
 def test_a_lease_watch_uses_only_its_own_clock(storage: Storage) -> None:
