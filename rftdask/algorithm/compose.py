@@ -112,18 +112,18 @@ def make_algorithm(
         "algorithm_type": (type_name, kind),
         "policy_loss_fn": (names["policy_loss_fn"], loss),
     }
-    if names["advantage_fn"] is not None:
-        classes["advantage_fn"] = (
-            names["advantage_fn"],
-            find_class("advantage_fn", names["advantage_fn"], plugin_dirs),
-        )
-    given = [key for key in ("advantage_fn", "advantage_fn_args") if parts.get(key)]
+    if (name := names["advantage_fn"]) is not None:
+        classes["advantage_fn"] = (name, find_class("advantage_fn", name, plugin_dirs))
+    terms: dict[str, Any] = {key: make(key) for key in ("kl_loss_fn", "kl_penalty_fn", "entropy_loss_fn")}
+    correction = _construct("rollout_correction", Correction, rollout_correction or {})
+    active = [key for key, term in {**terms, "rollout_correction": correction}.items() if term.is_active]
+    chosen = [key for key in ("advantage_fn", "advantage_fn_args") if parts.get(key)]
     mode = mode or loss.only_agg_mode or kind.loss_agg_mode
     # Before the advantage function is made, whose arguments may be meant for the loss.
-    if problem := misfit(classes, given, (), mode):
+    if problem := misfit(classes, chosen, active, mode):
         raise UserError(problem[1])
     reads_advantages = loss.uses_advantages or ("advantage_fn" in classes and classes["advantage_fn"][1].only_selects)
-    algorithm = Algorithm(
+    return Algorithm(
         name=type_name,
         schema=kind.schema,
         repeat_times=kind.repeat_times,
@@ -131,20 +131,9 @@ def make_algorithm(
         sample_strategy=kind.sample_strategy,
         advantage_fn=make("advantage_fn") if reads_advantages else None,
         policy_loss_fn=loss,
-        kl_loss_fn=make("kl_loss_fn"),
-        kl_penalty_fn=make("kl_penalty_fn"),
-        entropy_loss_fn=make("entropy_loss_fn"),
-        correction=_construct("rollout_correction", Correction, rollout_correction or {}),
+        correction=correction,
+        **terms,
     )
-    terms: dict[str, Any] = {
-        "kl_loss_fn": algorithm.kl_loss_fn,
-        "kl_penalty_fn": algorithm.kl_penalty_fn,
-        "entropy_loss_fn": algorithm.entropy_loss_fn,
-        "rollout_correction": algorithm.correction,
-    }
-    if problem := misfit(classes, given, [key for key, term in terms.items() if term.is_active], mode):
-        raise UserError(problem[1])
-    return algorithm
 
 
 def build_algorithm(config: Config) -> Algorithm:

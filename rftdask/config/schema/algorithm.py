@@ -61,14 +61,14 @@ def warn_once(message: str) -> None:
 
 
 def misfit(
-    parts: Mapping[str, tuple[str, Any]], given: Collection[str], active: Collection[str], loss_agg_mode: str
+    parts: Mapping[str, tuple[str, Any]], chosen: Collection[str], active: Collection[str], loss_agg_mode: str
 ) -> tuple[str, str] | None:
     """Return the key and the reason, with the remedy, of the first parts that cannot be combined; None: all can.
 
     Args:
         parts: key -> (name, part), registered or imported, of algorithm_type, policy_loss_fn and, if there is one,
             advantage_fn.
-        given: keys of the section that are not left to the algorithm type.
+        chosen: keys of the section that are not left to the algorithm type.
         active: those of kl_penalty_fn, kl_loss_fn, entropy_loss_fn and rollout_correction that contribute.
         loss_agg_mode: the mode that applies.
     """
@@ -78,7 +78,7 @@ def misfit(
     schema, read = trait(kind, "schema"), trait(loss, "schema", "experience")
     # The advantage function may select the rollouts to imitate.
     reads = uses or (advantage is not None and bool(trait(advantage, "only_selects")))
-    surplus = [key for key in ("advantage_fn", "advantage_fn_args") if key in given and not reads]
+    surplus = [key for key in ("advantage_fn", "advantage_fn_args") if key in chosen and not reads]
     if surplus:
         why = f"policy_loss_fn {loss_name!r} takes no advantages; remove {surplus[0]} from {type_of}"
         return surplus[0], f"{why} (its arguments are policy_loss_fn_args)"
@@ -217,11 +217,11 @@ class AlgorithmConfig(Section):
             return None
         mode = self.loss_agg_mode or (self.policy_loss_fn_args or {}).get("loss_agg_mode")
         mode = mode or trait(found["policy_loss_fn"][1], "only_agg_mode") or trait(kind, "loss_agg_mode")
-        given = [key for key in ("advantage_fn", "advantage_fn_args") if getattr(self, key)]
+        chosen = [key for key in ("advantage_fn", "advantage_fn_args") if getattr(self, key)]
         active = [key for key in ("kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn") if self._contributes(key, kind)]
         if (self.rollout_correction or {}).get("method", "none") != "none":
             active.append("rollout_correction")
-        return misfit({"algorithm_type": (self.algorithm_type, kind), **found}, given, active, mode)
+        return misfit({"algorithm_type": (self.algorithm_type, kind), **found}, chosen, active, mode)
 
     def _contributes(self, key: str, kind: RegisteredPart) -> bool:
         """True if a term is part of the objective. A user's own term counts as none."""
