@@ -18,6 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from rftdask.errors import StorageError
+
+_MAX_ATTEMPTS = 100
+"""Folders that other processes may remove before they are locked, each by a rare race."""
+
 
 class TemporaryFolder:
     """A new folder that only this user may enter.
@@ -32,13 +37,16 @@ class TemporaryFolder:
         self.name, self._lock, self._process = "", -1, os.getpid()
         self._guard = threading.Lock()
         # A process that removes abandoned folders may come before the lock.
-        while not self.name or not os.path.exists(self.name):
-            self.cleanup()
+        for _ in range(_MAX_ATTEMPTS):
             self.name = tempfile.mkdtemp(prefix=f"{_prefix()}{purpose}-", dir=parent)
             with suppress(OSError):  # it was removed already, or the file system has no locks
                 self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)  # waits while another process removes the folder
-        atexit.register(self.cleanup)
+            if os.path.exists(self.name):
+                atexit.register(self.cleanup)
+                return
+            self.cleanup()
+        raise StorageError(f"{_MAX_ATTEMPTS} new folders in {parent} were removed at once; set TMPDIR to another one")
 
     def __enter__(self) -> str:
         return self.name

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.errors import StorageError
 from rftdask.storage import temporary
 from rftdask.storage.temporary import TemporaryFolder, remove_abandoned
 
@@ -72,3 +73,16 @@ def test_a_folder_removed_before_its_lock_is_made_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(tempfile, "mkdtemp", removed_at_first)
     with TemporaryFolder("test", tmp_path) as name:
         assert [Path(name)] == [*tmp_path.iterdir()] and name == names[1]
+
+
+def test_an_error_is_raised_if_every_new_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def removed(**options: str) -> str:
+        assert len(names) < 1000, "the attempts are bounded"
+        names.append(f"{options['dir']}/{options['prefix']}{len(names)}")
+        return names[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", removed)
+    with pytest.raises(StorageError, match="TMPDIR"):
+        TemporaryFolder("test", tmp_path)
