@@ -35,6 +35,8 @@ def _blocking(method: Callable[..., Any]) -> Callable[..., Any]:
     def wait(self: ModelWrapper, *args: Any, **options: Any) -> Any:
         return self._wait(method(self, *args, **options))
 
+    wait.__name__ = method.__name__.removesuffix("_async")
+    wait.__qualname__ = method.__qualname__.removesuffix("_async")
     return wait
 
 

@@ -142,14 +142,13 @@ def reward_of(rows: Sequence[Experience] | None, answers: Sequence[Experience], 
     for row in rows:
         for key, value in (row.metrics or {}).items():
             metrics.setdefault(key, []).append(float(value))
-    told = [(i, row.info or {}) for i, row in zip(of_row, rows, strict=True) if i is not None]
+    info_of = {i: row.info or {} for i, row in zip(of_row, rows, strict=True) if i is not None}
     steps: tuple[Step, ...] = ()
-    if not is_whole and any("env_state_hash" in info or "step_reward" in info for _, info in told):
-        by_call = dict(told)
+    if not is_whole and any("env_state_hash" in info or "step_reward" in info for info in info_of.values()):
         steps = tuple(
             Step(
-                None if (state := by_call[i].get("env_state_hash")) is None else str(state),
-                by_call[i].get("step_reward"),
+                None if (state := info_of[i].get("env_state_hash")) is None else str(state),
+                info_of[i].get("step_reward"),
             )
             for i in range(len(answers))
         )

@@ -20,6 +20,7 @@ from rftdask.algorithm.losses.base import LossInputs
 from rftdask.algorithm.operators import ExperienceTable
 from rftdask.algorithm.selectors import make_selector
 from rftdask.buffer.log.schema import Experience, Status
+from rftdask.compat.trinity.model import ModelWrapper
 from rftdask.config.plugins import load_plugin_folders
 from rftdask.config.schema.buffer import DataSelectorConfig
 from rftdask.config.schema.explorer import SandboxConfig
@@ -365,6 +366,11 @@ def test_a_monitor_receives_metrics_by_role(plugins: ModuleType, tmp_path: Path)
     tracker.log("trainer", 3, {"loss": 1.0})
     tracker.close()
     assert plugins.ListMonitor.rows == [("trainer", 3, {"loss": 1.0}), ("trainer", "closed")]
+
+
+def test_a_blocking_method_has_its_own_name() -> None:
+    method = ModelWrapper.generate
+    assert (method.__name__, method.__qualname__) == ("generate", "ModelWrapper.generate")
 
 
 def test_a_name_of_ours_cannot_be_taken(plugins: ModuleType) -> None:
