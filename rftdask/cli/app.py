@@ -110,7 +110,7 @@ class LazyGroup(TyperGroup):
 
 
 def make_group(table: Mapping[str, tuple[str, str]], text: str, **options: Any) -> typer.Typer:
-    """Return a group of commands below a command, which are imported when they are called. text: its help."""
+    """Return a command with the subcommands of `table`, each imported when it is called. text: help of the command."""
     group = type("Group", (LazyGroup,), {"table": table})
     return typer.Typer(cls=group, help=text, add_completion=False, rich_markup_mode=None, **options)
 

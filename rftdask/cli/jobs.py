@@ -1,4 +1,4 @@
-"""`rftdask status`, `logs`, `cancel` and `attach`: the progress and the processes of a run, seen from another one."""
+"""`rftdask status`, `logs`, `cancel` and `attach`: watch and end a run from any machine."""
 
 from __future__ import annotations
 

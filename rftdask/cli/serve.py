@@ -17,7 +17,12 @@ from rftdask.studio.server import serve as serve_studio
 
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on (0: a free port)")]
 Hosts = Annotated[
-    list[str] | None, typer.Option("--allow-host", metavar="NAME", help="Host name of a proxy, such as JupyterHub's")
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        metavar="NAME",
+        help="Answer also for this host name; needed behind a proxy, such as JupyterHub's, or with another name",
+    ),
 ]
 OpenBrowser = Annotated[bool, typer.Option(help="Open the page in the browser")]
 
@@ -38,8 +43,8 @@ def view(
         write_experiences_page(run, html, limit)
         say(html)
     else:
-        # typer.echo instead of `say`: the printed address has a token that the user needs unescaped.
         hosts = allow_host or ()
+        # typer.echo instead of `say`: the printed address has a token that the user needs unescaped.
         serve_studio(run, port, page="/experiences", open_browser=browser, say=typer.echo, hosts=hosts)
 
 
@@ -54,8 +59,8 @@ def studio(
 
     The pages show live curves, answers by step, comparisons and logs. Only this machine can open them.
     """
-    # typer.echo: as in `view`
     hosts = allow_host or ()
+    # typer.echo: as in `view`
     serve_studio(folder, port, open_browser=browser, say=typer.echo, read_only=read_only, hosts=hosts)
 
 

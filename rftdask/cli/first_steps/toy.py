@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -33,16 +33,18 @@ def toy(
             # The size of the model in config/quickstart.yaml, which starts from this warm-up.
             build_toy_model(Path(root) / "raw", hidden_size=256, intermediate_size=512, num_layers=1, num_heads=8)
             optimizer = {"lr": 4e-4, "lr_warmup_steps": 5, "betas": [0.9, 0.99], "weight_decay": 0.0}
-            rows: dict[str, Any] = {"path": str(folder / "sft.jsonl"), "format": {"prompt_type": "raw"}}
-            rows["data_selector"] = {"selector_type": "shuffle"}
+            rows = {
+                "path": str(folder / "sft.jsonl"),
+                "format": {"prompt_type": "raw"},
+                "data_selector": {"selector_type": "shuffle"},
+            }
             tree = {
-                **{"mode": "train", "name": "warmup", "checkpoint_root_dir": root},
+                "mode": "train",
+                "name": "warmup",
+                "checkpoint_root_dir": root,
                 "model": {"model_path": f"{root}/raw", "max_prompt_tokens": 16, "max_response_tokens": 4},
                 "algorithm": {"algorithm_type": "sft", "optimizer": optimizer},
-                "buffer": {
-                    **{"train_batch_size": 32, "total_epochs": 100},
-                    "trainer_input": {"experience_buffer": rows},
-                },
+                "buffer": {"train_batch_size": 32, "total_epochs": 100, "trainer_input": {"experience_buffer": rows}},
                 "trainer": {"total_steps": 320},
                 "monitor": {"monitor_type": "none"},
             }
