@@ -370,11 +370,16 @@ def ranks_in_group(keys_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def step_seed(seed: int, purpose: str, step: int, factor: int) -> int:
-    """Seed of a torch generator for the draws of a step, from any `seed`.
+    """Return the seed of a torch generator for the random draws of one step, so that a resumed run repeats them.
 
-    seed * factor + step, factor <= 2**32, for seeds of 32 bits, and otherwise a hash of (seed, purpose, step).
+    Args:
+        seed: any integer.
+        purpose: name of the draws; a hashed seed differs by purpose.
+        factor: at most 2**32, for seeds of 32 bits; more than the number of steps, so that no two seeds share a draw.
+    Returns: `seed * factor + step` for a seed of 32 bits, in [-2**63, 2**64). Otherwise a hash of seed, purpose and
+        step, in [0, 2**63).
     """
-    if -(2**31) <= seed < 2**32:  # as before there was a hash, so that runs repeat their bits
+    if -(2**31) <= seed < 2**32:  # not hashed, so that older runs repeat their bits
         return seed * factor + step
     digest = hashlib.sha256(f"{seed}/{purpose}/{step}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1

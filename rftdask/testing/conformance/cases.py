@@ -16,6 +16,8 @@ from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.trainer.engines.critic import value_loss
 
+NOT_EMPTY = ("padded", "holes", "short", "extreme")
+"""Kinds of batches without empty rows, for peers that leave their mean logprob undefined."""
 NOT_EXTREME = ("padded", "holes", "short", "empty")
 """Kinds of batches for peers that do not bound log-ratios."""
 STEP = 3

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rftdask.testing.conformance.cases import Batch, Case, loss_of, value_loss_of
+from rftdask.testing.conformance.cases import NOT_EMPTY, Batch, Case, loss_of, value_loss_of
 
 UNUSED_BY_THE_LOSSES = ("deepspeed",)
 
@@ -78,7 +78,7 @@ def cases() -> list[Case]:
         Case("gspo loss", gspo, ppo(policy_loss_type="gspo"), ("padded", "holes", "short"), **loose),
         Case("sft loss, token mean", loss_of("sft"), sft(True)),
         Case("sft loss, sequence mean", loss_of("sft", **by_sequence), sft(False), **loose),
-        Case("dpo loss", our_dpo(), dpo(), ("padded", "holes", "short", "extreme")),
+        Case("dpo loss", our_dpo(), dpo(), NOT_EMPTY),
         Case("dpo loss, label smoothing 0.1", our_dpo(label_smoothing=0.1), dpo(label_smoothing=0.1), holes),
         Case("ipo_sum loss", our_dpo(loss_type="ipo_sum"), dpo(ipo=True), holes),
         Case("ipo loss", our_dpo(loss_type="ipo"), dpo(ipo=True), holes, differs=by_sum),

@@ -30,8 +30,8 @@ def cases() -> list[Case]:
         module = cls(**{**cls.default_args(), **args})
 
         def theirs(b: Batch) -> Tensor:
-            given = {"log_prob": b.policy, "old_log_probs": b.old, "ref_log_prob": b.ref, "advantages": b.advantages}
-            loss: Tensor = module(**given, response_mask=b.float_mask)[0]
+            arguments = {"log_prob": b.policy, "old_log_probs": b.old, "ref_log_prob": b.ref}
+            loss: Tensor = module(**arguments, advantages=b.advantages, response_mask=b.float_mask)[0]
             return loss
 
         kind = "sft" if name.startswith("sft") else name if name in ("gspo", "dpo") else "grpo"
@@ -55,8 +55,9 @@ def cases() -> list[Case]:
         module = POLICY_LOSS_FN.get(name)(**{"clip_range": 0.2, **args, **sizes})
 
         def theirs(b: Batch) -> Tensor:
-            given = {"log_prob": b.policy, "old_log_probs": b.old, "advantages": b.advantages, "expert_mask": b.experts}
-            loss: Tensor = module(**given, response_mask=b.float_mask, step=torch.full((8,), STEP))[0]
+            arguments = {"log_prob": b.policy, "old_log_probs": b.old, "advantages": b.advantages}
+            arguments |= {"expert_mask": b.experts, "response_mask": b.float_mask}
+            loss: Tensor = module(**arguments, step=torch.full((8,), STEP))[0]
             return loss
 
         return Case(what, loss_of(name, policy_loss_fn_args=args), theirs, NOT_EXTREME, tolerance_64=1e-7)

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftdask.testing.conformance.cases import MAX_TOKENS, NOT_EXTREME, Batch, Case, loss_of
+from rftdask.testing.conformance.cases import MAX_TOKENS, NOT_EMPTY, NOT_EXTREME, Batch, Case, loss_of
 
-NOT_EMPTY = ("padded", "holes", "short", "extreme")
-"""Kinds of batches without empty rows, whose mean logprob is undefined in TRL."""
 TRL_SETTINGS: dict[str, Any] = {
     "delta": None,
     "use_bias_correction_kl": False,
@@ -52,8 +50,8 @@ def cases() -> list[Case]:
     def gkd(beta: float, temperature: float = 1.0) -> Case:
         def theirs(b: Batch) -> Tensor:
             labels = b.mask.long() - 100 * (~b.mask).long()
-            given = {"labels": labels, "beta": beta, "temperature": temperature}
-            loss: Tensor = GKDTrainer.generalized_jsd_loss(b.policy_logits, b.teacher_logits, **given)
+            arguments = {"labels": labels, "beta": beta, "temperature": temperature}
+            loss: Tensor = GKDTrainer.generalized_jsd_loss(b.policy_logits, b.teacher_logits, **arguments)
             return loss
 
         ours = loss_of(
@@ -158,9 +156,9 @@ def _preference_cases() -> list[Case]:
     def reward_model(batch: Batch) -> Tensor:
         scores = _means(batch)
         trainer = _trainer(args=SimpleNamespace(center_rewards_coefficient=None))
-        said = SimpleNamespace(logits=torch.cat([scores[::2], scores[1::2]])[:, None])
+        output = SimpleNamespace(logits=torch.cat([scores[::2], scores[1::2]])[:, None])
         inputs = {"attention_mask": batch.mask}
-        loss: Tensor = RewardTrainer.compute_loss(trainer, lambda **_: said, inputs)
+        loss: Tensor = RewardTrainer.compute_loss(trainer, lambda **_: output, inputs)
         return loss
 
     weighted = loss_of("kto", policy_loss_fn_args={"desirable_weight": 1.3, "undesirable_weight": 0.8})
@@ -181,9 +179,9 @@ def _preference_cases() -> list[Case]:
 
 def _model(batch: Batch, order: Any = slice(None)) -> Callable[..., Any]:
     """Output of a model with TRL's fused head for the rows of a batch."""
-    said = {name: batch.entropy[order] for name in ("entropy", "mean_logits")}
-    said |= {"log_probs": (batch.policy * batch.mask)[order], "is_top1": batch.mask[order]}
-    return lambda **_: SimpleNamespace(**said)
+    output = {name: batch.entropy[order] for name in ("entropy", "mean_logits")}
+    output |= {"log_probs": (batch.policy * batch.mask)[order], "is_top1": batch.mask[order]}
+    return lambda **_: SimpleNamespace(**output)
 
 
 def _inputs(batch: Batch, order: Any = slice(None), **more: Any) -> dict[str, Any]:

@@ -92,12 +92,12 @@ class SimulatedDisk(Posix):
         """Disk after the power is back. This disk does not change."""
         rng = random.Random(seed)
         share_kept = rng.choice((0.0, 0.5, 0.5, 1.0))  # include the extremes, which independent draws hardly ever reach
-        found: set[int] = set()
+        settled: set[int] = set()
 
         def settle(node: _Node) -> None:
-            if id(node) in found:
+            if id(node) in settled:
                 return  # a file may have two names
-            found.add(id(node))
+            settled.add(id(node))
             if isinstance(node, _File):
                 if node.data != node.synced and rng.random() >= share_kept:
                     cut = rng.randrange(len(node.data) + 1)
