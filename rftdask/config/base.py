@@ -3,20 +3,27 @@
 What is special about a key is in its annotation (`Annotated[str, Later("SwanLab", ("swanlab",))]`) and nowhere else:
 checks, tests and documentation read it from there. A key without a mark does what its docstring describes. Keys of
 Trinity-RFT without effect are not fields (trinity/reference_keys.py). This module knows no key.
-Invariant: a validated section cannot be changed, down to the items of its dicts and lists.
+A rule between the keys of one section is a method of its class, marked `reading`. Invariant: a validated section cannot
+be changed, down to the items of its dicts and lists.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import UnionType
+from functools import cache
+from types import FunctionType, ModuleType, UnionType
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from rftdask.storage.safe_text import mask
+
 Location = tuple[str | int, ...]
 """Keys and list positions from the top, for example ("buffer", "tasksets", 0, "path")."""
+Problem = tuple[str, str]
+"""(path of the key, message with what is wrong and what is allowed)."""
+_LONGEST_SHOWN = 60
 
 
 def join(loc: Location) -> str:
@@ -153,6 +160,55 @@ class Section(BaseModel):
         return [key for key in keys if getattr(self, key) != default_of(type(self).model_fields[key])]
 
 
+# ---- rules between keys
+
+Rule = Callable[[Any], Iterator[Problem]]
+"""Takes a section and yields (key, message) for every refusal. The key is relative to it; "": the section itself."""
+
+
+def reading(*keys: str) -> Callable[[Rule], Rule]:
+    """Return a decorator for a rule: a method of a section, or a function of a Config (cross_checks). The rule is
+    skipped if one of these keys is broken."""
+
+    def mark(rule: Rule) -> Rule:
+        vars(rule)["reads"] = keys
+        return rule
+
+    return mark
+
+
+@cache
+def rules_of(owner: type[Section] | ModuleType) -> list[tuple[tuple[str, ...], Rule]]:
+    """Return (keys it reads, rule) of a section's class or of a module, in the order written."""
+    owners = reversed(owner.__mro__) if isinstance(owner, type) else [owner]
+    functions = [item for holder in owners for item in vars(holder).values() if isinstance(item, FunctionType)]
+    return [(vars(function)["reads"], function) for function in functions if "reads" in vars(function)]
+
+
+def is_natural(value: object) -> bool:
+    """Return True for an integer of at least 0, but not for `True`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_number(value: object) -> bool:
+    """Return True for an integer or float, but not for `True`."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def show(value: Any) -> str:
+    """Return a value as YAML writes it, short and without secrets; of a list, only its length."""
+    if isinstance(value, Mapping):
+        return "a section" if value else "{}"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}" if value else "[]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        text = mask(value)
+        return repr(text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "...")
+    return str(value)
+
+
 # ---- reading a schema
 
 
@@ -182,6 +238,26 @@ def child_of(info: FieldInfo) -> tuple[str, type[Section]] | None:
             if isinstance(item, type) and issubclass(item, Section):
                 return kind, item
     return None
+
+
+def sections_of(section: Section, place: Location = ()) -> Iterator[tuple[Location, Section]]:
+    """Yield a section and those below it, each with its location."""
+    yield place, section
+    for key in _section_keys(type(section)):
+        value = getattr(section, key)
+        items: list[tuple[Location, Any]] = [((*place, key), value)]
+        if isinstance(value, tuple | dict):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            items = [((*place, key, name), item) for name, item in pairs]
+        for at, item in items:
+            if isinstance(item, Section):
+                yield from sections_of(item, at)
+
+
+@cache
+def _section_keys(cls: type[Section]) -> list[str]:
+    """Return the keys that hold a section, or a list or dict of them."""
+    return [key for key, info in cls.model_fields.items() if child_of(info)]
 
 
 def types_of(annotation: Any) -> Iterator[Any]:

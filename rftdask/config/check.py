@@ -20,12 +20,14 @@ from rftdask.config.base import (
     Later,
     Mark,
     PluginName,
+    Problem,
     Section,
     child_of,
     field_at,
     is_env_interpolated,
     join,
     marks_of,
+    show,
     types_of,
 )
 from rftdask.config.plugins import find_part, suggest_names
@@ -40,9 +42,8 @@ from rftdask.config.trinity.reference_keys import (
     Secret,
     reference_keys,
 )
-from rftdask.config.yaml_source import Problem
 from rftdask.errors import UserError
-from rftdask.storage.safe_text import find_secret, is_left_to_environment, is_secret_name, mask
+from rftdask.storage.safe_text import find_secret, is_left_to_environment, is_secret_name
 
 MarkType = TypeVar("MarkType", bound=Mark)
 
@@ -50,7 +51,6 @@ _NO_KEY = ("", "EMPTY", False)
 _NO_SECRETS = "does not belong in a configuration, which is written to the run folder"
 _DERIVED = "derived, cannot be set"
 _NOT_A_SECTION = "a section (key: value lines)"
-_LONGEST_SHOWN = 60
 _SHORT_WORD = 3
 
 
@@ -277,20 +277,6 @@ def _sections_with(schema: type[Section]) -> dict[str, list[str]]:
 
 
 # ---- messages
-
-
-def show(value: Any) -> str:
-    """Return a value as YAML writes it, short and without secrets; of a list, only its length."""
-    if isinstance(value, Mapping):
-        return "a section" if value else "{}"
-    if isinstance(value, list | tuple):
-        return f"a list of {len(value)}" if value else "[]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        text = mask(value)
-        return repr(text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "...")
-    return str(value)
 
 
 _WANTED = {

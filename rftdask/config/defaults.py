@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from rftdask.config.base import Location
-from rftdask.config.cross_checks.rule import is_natural
+from rftdask.config.base import Location, is_natural
 from rftdask.config.schema.algorithm import takes_demonstrations
 from rftdask.config.schema.run import MADE_ROWS, Config, count_demonstrations
 

@@ -9,7 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from rftdask.config.base import is_env_interpolated, is_user_defined, plain
+from rftdask.config.base import Problem, is_env_interpolated, is_user_defined, join, plain, rules_of, sections_of
 from rftdask.config.check import Checker
 from rftdask.config.cross_checks import data, hosted, rollouts, training
 from rftdask.config.cross_checks.warnings import warn
@@ -18,11 +18,10 @@ from rftdask.config.parts import named_parts
 from rftdask.config.schema.run import Config
 from rftdask.config.trinity.reference_defaults import NAME, keys_of_reference, read_as_reference
 from rftdask.config.trinity.translate import leaves, translate
-from rftdask.config.yaml_source import Problem, add_site, escape, merge, read_tree
+from rftdask.config.yaml_source import add_site, escape, merge, read_tree
 from rftdask.errors import ConfigError
 from rftdask.storage.safe_text import find_secret, is_secret_name, mask
 
-RULES = (*training.RULES, *data.RULES, *rollouts.RULES, *hosted.RULES)
 ORIGINS = ("", "rftdask", "trinity")
 """Systems for which a file may have been written; "": detected from its keys."""
 _STAGE_KEYS = ("mode", "algorithm", "buffer", "data_processor", "explorer", "trainer")
@@ -115,10 +114,19 @@ def _complete(cleaned: dict[str, Any], checker: Checker, unreadable: set[str]) -
     _set(tree, fill(checker.validate(tree)))
     config = checker.validate(tree)
     broken = {path for path, _ in checker.problems} | unreadable
-    for reads, rule in RULES:
-        # Skip rules that read a broken key, or a key above or below it.
-        pairs = [pair for path in broken for key in reads for pair in ((path, key), (key, path))]
-        if not any(a == b or a.startswith((f"{b}.", f"{b}[")) for a, b in pairs):
+
+    def can_read(keys: Sequence[str]) -> bool:
+        """False if one of these keys, or a key above or below it, is broken."""
+        pairs = [pair for path in broken for key in keys for pair in ((path, key), (key, path))]
+        return not any(a == b or a.startswith((f"{b}.", f"{b}[")) for a, b in pairs)
+
+    for place, section in sections_of(config):
+        for keys, rule in rules_of(type(section)):
+            if can_read([join((*place, key)) for key in keys]):
+                problems = ((join((*place, key) if key else place), message) for key, message in rule(section))
+                checker.problems.extend(problems)
+    for keys, rule in (rule for module in (training, data, rollouts, hosted) for rule in rules_of(module)):
+        if can_read(keys):
             checker.problems.extend(rule(config))
     for use in named_parts(config):
         if use.registered is not None:  # only `check_plugins` imports plug-ins

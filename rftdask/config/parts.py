@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from rftdask.config.base import PluginName, Section, child_of, is_env_interpolated, marks_of, plain
+from rftdask.config.base import PluginName, Problem, Section, is_env_interpolated, join, marks_of, plain, sections_of
 from rftdask.config.plugins import argument_problems, find_part, lookup_part, trait
 from rftdask.config.schema.run import Config
-from rftdask.config.yaml_source import Problem, fill_from_environment
+from rftdask.config.yaml_source import fill_from_environment
 from rftdask.errors import ConfigError, NotInstalledError, UserError
 
 
@@ -51,44 +51,33 @@ class NamedPart:
                 yield f"{self.arguments_path}.{argument}", message
 
 
-def named_parts(section: Section, path: str = "") -> Iterator[NamedPart]:
+def named_parts(config: Section) -> Iterator[NamedPart]:
     """Yield every part that a section and those below it name."""
-    for key, named in _keys(type(section)):
-        value, where = getattr(section, key), f"{path}.{key}" if path else key
-        if named is None:  # a section, or a list or dict of them
-            items: list[tuple[str, Any]] = [(where, value)]
-            if isinstance(value, tuple):
-                items = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
-            elif isinstance(value, dict):
-                items = [(f"{where}.{name}", item) for name, item in value.items()]
-            for at, item in items:
-                if isinstance(item, Section):
-                    yield from named_parts(item, at)
-        elif isinstance(value, tuple):  # of {name, args}
-            for index, item in enumerate(value):
-                at = f"{where}[{index}]"
-                yield NamedPart(f"{at}.name", named, str(item.get("name", "")), item.get("args") or {}, f"{at}.args")
-        else:
+    for place, section in sections_of(config):
+        names = _names(type(section))
+        for key, named in names.items():
+            value, where = getattr(section, key), join((*place, key))
+            if isinstance(value, tuple):  # of {name, args}
+                for index, item in enumerate(value):
+                    at, args = f"{where}[{index}]", item.get("args") or {}
+                    yield NamedPart(f"{at}.name", named, str(item.get("name", "")), args, f"{at}.args")
+                continue
             # If the key is absent, the algorithm type chooses the part, which still takes the arguments given here.
             if value is None and named.default_from:
-                owner = dict(_keys(type(section)))[named.default_from]
-                assert owner is not None
+                owner = names[named.default_from]
                 value = trait(lookup_part(owner.kind, getattr(section, named.default_from), owner.registered()), key)
             if value and named.arguments:
                 arguments = getattr(section, named.arguments) or {}
-                yield NamedPart(where, named, value, arguments, f"{path}.{named.arguments}")
+                yield NamedPart(where, named, value, arguments, join((*place, named.arguments)))
             elif value:
                 yield NamedPart(where, named, value)
 
 
 @cache
-def _keys(cls: type[Section]) -> tuple[tuple[str, PluginName | None], ...]:
-    """Keys that name a part, each with its mark, and keys that hold sections."""
-    marks = {
-        key: next((mark for mark in marks_of(info) if isinstance(mark, PluginName)), None)
-        for key, info in cls.model_fields.items()
-    }
-    return tuple((key, named) for key, named in marks.items() if named or child_of(cls.model_fields[key]))
+def _names(cls: type[Section]) -> dict[str, PluginName]:
+    """Keys that name a part, each with its mark."""
+    marks = ((key, mark) for key, info in cls.model_fields.items() for mark in marks_of(info))
+    return {key: mark for key, mark in marks if isinstance(mark, PluginName)}
 
 
 def _try_fill(value: Any) -> Any:

@@ -22,13 +22,11 @@ import yaml
 from yaml.parser import ParserError
 from yaml.scanner import ScannerError
 
-from rftdask.config.base import Location, join
+from rftdask.config.base import Location, Problem, join
 from rftdask.errors import ConfigError
 
 T = TypeVar("T")
 
-Problem = tuple[str, str]
-"""(path of the key, message with what is wrong and what is allowed)."""
 _PROFILE = "cluster.slurm.profile"
 _TEMPLATE = "cluster.slurm.template"
 

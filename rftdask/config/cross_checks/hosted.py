@@ -2,12 +2,8 @@
 
 from collections.abc import Iterator
 
-from rftdask.config.base import join
-from rftdask.config.cross_checks.rule import Rules
+from rftdask.config.base import Problem, join, reading
 from rftdask.config.schema.run import Config
-from rftdask.config.yaml_source import Problem
-
-RULES = Rules()
 
 _IDLE = (
     *("gradient_checkpointing", "torch_compile", "reshard_after_forward", "prefetch_layers", "micro_batch_size"),
@@ -16,7 +12,7 @@ _IDLE = (
 """Keys of section trainer that only matter for local training: a warning otherwise."""
 
 
-@RULES.reading("model.tinker", "trainer.trainer_type", "explorer.rollout_model.engine_type", "mode")
+@reading("trainer.trainer_type", "explorer.rollout_model.engine_type", "mode")
 def _both_sides_are_at_the_service(config: Config) -> Iterator[Problem]:
     trains, samples = config.trainer.is_hosted, config.explorer.rollout_model.traits.is_hosted
     enabled = "model.tinker.enable: true sets both"
@@ -24,12 +20,9 @@ def _both_sides_are_at_the_service(config: Config) -> Iterator[Problem]:
         yield ("trainer.trainer_type", f"tinker requires engine_type tinker; {enabled}")
     elif samples and not trains:
         yield "explorer.rollout_model.engine_type", f"tinker requires trainer_type tinker; {enabled}"
-    tinker = config.model.tinker
-    if not (tinker.train_mlp or tinker.train_attn or tinker.train_unembed):
-        yield "model.tinker", "the adapter has no layers; set train_mlp, train_attn or train_unembed to true"
 
 
-@RULES.reading("model", "trainer", "explorer", "algorithm", "buffer", "synchronizer", "cluster.colocate")
+@reading("model", "trainer", "explorer", "algorithm", "buffer", "synchronizer", "cluster.colocate")
 def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
     if not config.trainer.is_hosted:
         return

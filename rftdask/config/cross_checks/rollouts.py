@@ -2,36 +2,18 @@
 
 from collections.abc import Iterator
 
-from rftdask.config.base import join
-from rftdask.config.check import show
-from rftdask.config.cross_checks.rule import Rules
-from rftdask.config.schema.cluster import JobConfig, count_gres
-from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
+from rftdask.config.base import Problem, reading
+from rftdask.config.schema.explorer import engines_that_follow
 from rftdask.config.schema.run import Config
-from rftdask.config.yaml_source import Problem
 
-RULES = Rules()
-
-_SPLITS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
-_REFUSED = (*_SPLITS, "extra_engine_args")
-"""Keys that change the results of an engine: an error if it does not follow them."""
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "repetition_penalty", "enable_thinking"),
-    *("min_response_tokens", "max_response_tokens", "max_prompt_tokens", "max_model_len"),
-)
-"""Lengths and sampling of an auxiliary model."""
 _OF_SERVICES = ("requests_per_minute", "tokens_per_minute", "max_retries")
 """Keys of a model behind an API."""
 _IGNORED = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "gpu_memory_utilization")
 """Keys that only change the speed of an engine: a warning if it does not follow them."""
 
 
-@RULES.reading("explorer.rollout_model", "explorer.auxiliary_models", "model.lora_configs")
-def _engines_can_do_it(config: Config) -> Iterator[Problem]:
-    for path, section in config.explorer.engines():
-        for key in _set_without_effect(section, _REFUSED):
-            remedy = f"leave it out or use {' or '.join(_engines_that_follow(key))}"
-            yield f"{path}.{key}", f"engine_type {section.engine_type} does not support it; {remedy}"
+@reading("explorer.rollout_model", "model.lora_configs")
+def _engine_serves_the_adapter(config: Config) -> Iterator[Problem]:
     # Sampling without a part of the adapter would sample from another policy than the trained one.
     engine, loras = config.explorer.rollout_model, config.model.lora_configs or ()
     if any(lora.use_dora for lora in loras) and not engine.traits.takes_dora:
@@ -41,13 +23,8 @@ def _engines_can_do_it(config: Config) -> Iterator[Problem]:
         )
 
 
-@RULES.reading("explorer.rollout_model", "explorer.auxiliary_models", "algorithm")
+@reading("explorer.rollout_model", "explorer.auxiliary_models", "algorithm")
 def _engines_keep_their_promises(config: Config) -> Iterator[Problem]:
-    for path, section in config.explorer.engines():
-        of_policy = section.traits.refused_policy_args if path == "explorer.rollout_model" else {}
-        refused = {**section.traits.refused_args, **of_policy}
-        for key in refused.keys() & section.extra_engine_args.keys():
-            yield f"{path}.extra_engine_args.{key}", f"{refused[key]}; leave it out"
     for path, section in config.explorer.engines()[1:]:
         if section.max_model_len is not None:
             own = section.own_model(config.model)
@@ -68,21 +45,19 @@ def _engines_keep_their_promises(config: Config) -> Iterator[Problem]:
         for _, section in engines
     ]
     if not config.algorithm.needs_teacher and len(engines) > 1 and sum(shares) > 1:
-        told = " + ".join(f"{share:g}" for share in shares)
+        total = " + ".join(f"{share:g}" for share in shares)
         yield (
             f"{engines[-1][0]}.gpu_memory_utilization",
-            f"{told} exceeds the GPU that they share; set shares that add up to 0.95 at most "
+            f"{total} exceeds the GPU that they share; set shares that add up to 0.95 at most "
             f"({', '.join(path for path, _ in engines)})",
         )
 
 
-@RULES.reading("synchronizer", "explorer.rollout_model", "cluster.colocate", "model.lora_configs")
+@reading("synchronizer", "explorer.rollout_model", "cluster.colocate", "model.lora_configs")
 def _weights_load_in_flight_where_they_can(config: Config) -> Iterator[Problem]:
     key, engine = "synchronizer.load_in_flight", config.explorer.rollout_model
     if not config.synchronizer.load_in_flight:
         return
-    if config.synchronizer.sync_style != "fully_async":
-        yield key, f"sync_style {config.synchronizer.sync_style} loads at its boundaries; use fully_async"
     if config.cluster.colocate:
         yield key, "an engine that shares its GPU with a trainer has no running requests when it loads; leave it out"
     if not engine.traits.loads_in_flight:
@@ -92,14 +67,9 @@ def _weights_load_in_flight_where_they_can(config: Config) -> Iterator[Problem]:
         yield key, f"{why}; leave it out, or use transformers"
 
 
-@RULES.reading("mode", "algorithm", "buffer", "explorer", "trainer", "model.lora_configs")
+@reading("mode", "algorithm", "buffer", "explorer", "trainer")
 def _images_are_read(config: Config) -> Iterator[Problem]:
-    engine, trainer, read = config.explorer.rollout_model, config.trainer, config.buffer.trainer_input
-    main = {("buffer", "trainer_input", "experience_buffer"): read.experience_buffer}
-    for place, buffer in (read.side_places | main).items():
-        for what in ("image", "video"):
-            if getattr(buffer.format, f"{what}_key"):
-                yield f"{join(place)}.format.{what}_key", f"only tasks may have {what}s; leave it out"
+    engine, trainer = config.explorer.rollout_model, config.trainer
     if not config.reads_images:
         return
     at = "buffer.explorer_input.taskset.format.image_key"
@@ -128,48 +98,7 @@ def _images_are_read(config: Config) -> Iterator[Problem]:
             yield at, f"training rows with images or videos does not go with {other}"
 
 
-@RULES.reading("synchronizer")
-def _what_is_held_is_whole(config: Config) -> Iterator[Problem]:
-    interval, method = config.synchronizer.full_publish_interval, config.synchronizer.sync_method
-    if interval > 1 and method in ("memory", "nccl"):
-        why = f"{interval}: deltas are files, and sync_method {method} writes only full versions"
-        yield "synchronizer.full_publish_interval", f"{why}; set 1, or sync_method: checkpoint"
-
-
-@RULES.reading("cluster")
-def _options_are_read(config: Config) -> Iterator[Problem]:
-    if config.cluster.local_cache_dir is not None and config.cluster.type == "existing":
-        yield (
-            "cluster.local_cache_dir",
-            "the workers of an existing cluster are started elsewhere; export RFTDASK_STAGE_TO there, and leave "
-            "it out here",
-        )
-    if config.cluster.options and not config.cluster.takes_options:
-        yield "cluster.options", f"cluster.type {config.cluster.type} takes no options; leave it out"
-
-
-@RULES.reading("cluster")
-def _gpus_are_asked_for_once(config: Config) -> Iterator[Problem]:
-    for role in ("controller", "trainer", "explorer", "auxiliary"):
-        job: JobConfig = getattr(config.cluster.slurm, role)
-        if job.gpus_per_node and count_gres(job.gres):
-            told = f"gres {job.gres} requests GPUs as well, and SLURM takes only one of the two; leave one out"
-            yield f"cluster.slurm.{role}.gpus_per_node", told
-
-
-@RULES.reading("explorer.rollout_model")
-def _the_policy_is_named_elsewhere(config: Config) -> Iterator[Problem]:
-    in_model = "lengths and sampling of the policy; set the same key in section model"
-    whats = {"model_path": in_model, **dict.fromkeys(_SAMPLING, in_model)}
-    of_auxiliary = dict.fromkeys(("name", "teacher_for", "prompt_price", "response_price"), "auxiliary models")
-    for key, what in {**whats, **of_auxiliary}.items():
-        value = getattr(config.explorer.rollout_model, key)
-        if value is not None:
-            told = f"{show(value)} is not available in this release ({what}); leave it out or set null"
-            yield f"explorer.rollout_model.{key}", told
-
-
-@RULES.reading("mode", "algorithm", "explorer.auxiliary_models", "buffer")
+@reading("mode", "algorithm", "explorer.auxiliary_models", "buffer")
 def _teachers_are_there(config: Config) -> Iterator[Problem]:
     models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
     algorithm = config.algorithm.advantage_fn or config.algorithm.algorithm_type
@@ -214,7 +143,7 @@ def _teaching_is_shared_out(config: Config) -> Iterator[Problem]:
             yield at, f"{name!r} has no teacher; add it to the `teacher_for` of one"
 
 
-@RULES.reading("mode", "algorithm", "model.external_model", "explorer")
+@reading("mode", "algorithm", "model.external_model", "explorer")
 def _external_is_not_trained(config: Config) -> Iterator[Problem]:
     """A model behind an API returns text without tokens and logprobs, and takes no weights."""
     remotes = [model for model in config.explorer.auxiliary_models if model.traits.is_external]
@@ -233,27 +162,15 @@ def _external_is_not_trained(config: Config) -> Iterator[Problem]:
         yield f"{at}.model_name", "required: the model's name at the service"
 
 
-@RULES.reading("explorer", "algorithm", "model.external_model")
-def _auxiliary_models_are_placed(config: Config) -> Iterator[Problem]:
-    if config.explorer.rollout_model.engine_num < 1:
-        yield "explorer.rollout_model.engine_num", "0: the policy needs at least one engine; give 1 or more"
+@reading("explorer", "model.external_model")
+def _services_have_limits(config: Config) -> Iterator[Problem]:
     for path, section in config.explorer.engines():
-        is_policy = path == "explorer.rollout_model"
-        is_remote = config.is_external if is_policy else section.traits.is_external
+        is_remote = config.is_external if path == "explorer.rollout_model" else section.traits.is_external
         for key in () if is_remote else section.changed(*_OF_SERVICES):
             yield f"{path}.{key}", f"only for models behind an API, and engine_type is {section.engine_type}"
-        if not is_policy and section.is_apart and section.traits.is_hosted:
-            yield f"{path}.engine_num", "the Tinker service runs the model, so it needs no workers; leave it out"
 
 
-@RULES.reading("explorer")
-def _workers_are_between_limits(config: Config) -> Iterator[Problem]:
-    fewest, most = config.explorer.min_workers, config.explorer.max_workers
-    if fewest is not None and most is not None and fewest > most:
-        yield "explorer.min_workers", f"{fewest} exceeds explorer.max_workers {most}; lower one or raise the other"
-
-
-@RULES.reading("synchronizer.sync_style", "explorer.over_rollout", "explorer.dynamic_timeout", "mode")
+@reading("synchronizer.sync_style", "explorer.over_rollout", "explorer.dynamic_timeout", "mode")
 def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
     """In style fixed two runs are equal bit by bit, which rollouts cancelled by a clock would break."""
     explorer = config.explorer
@@ -266,29 +183,9 @@ def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
         yield "explorer.dynamic_timeout.enable", f"true: the limit depends on measured times, {remedy}"
 
 
-@RULES.reading("monitor")
-def _trackers_are_named_once(config: Config) -> Iterator[Problem]:
-    """Check that no tracker is listed twice: the position of each is stored under its name."""
-    seen = {config.monitor.monitor_type}
-    for number, tracker in enumerate(config.monitor.extra_monitors):
-        name = str(tracker.get("name", ""))
-        if name in seen:
-            yield f"monitor.extra_monitors[{number}].name", f"{name} is listed twice; list each tracker once"
-        seen.add(name)
-
-
 def engine_warnings(config: Config) -> Iterator[Problem]:
     """Yield (path, message) for keys without effect."""
     for path, section in config.explorer.engines():
-        for key in _set_without_effect(section, _IGNORED):
-            tuned = " and ".join(_engines_that_follow(key))
+        for key in section.without_effect(*_IGNORED):
+            tuned = " and ".join(engines_that_follow(key))
             yield f"{path}.{key}", f"ignored: it tunes {tuned}, and engine_type is {section.engine_type}"
-
-
-def _set_without_effect(section: InferenceModelConfig, keys: tuple[str, ...]) -> list[str]:
-    """Return those of `keys` that differ from their defaults and that the section's engine does not follow."""
-    return [key for key in section.changed(*keys) if key not in section.traits.config_keys]
-
-
-def _engines_that_follow(key: str) -> list[str]:
-    return [name for name, part in registered_engines().items() if key in part.traits.get("config_keys", ())]

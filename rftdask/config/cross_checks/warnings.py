@@ -5,13 +5,12 @@ Pure: a Config in, messages out.
 
 from collections.abc import Iterator
 
-from rftdask.config.base import default_of, join
+from rftdask.config.base import Problem, default_of, join
 from rftdask.config.cross_checks.hosted import hosted_warnings
 from rftdask.config.cross_checks.rollouts import engine_warnings
 from rftdask.config.schema.algorithm import registered_parts
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.run import Config
-from rftdask.config.yaml_source import Problem
 
 _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
 """The default is rounded without a warning."""
@@ -45,8 +44,8 @@ def warn(config: Config) -> Iterator[Problem]:
         why = f"{wanted} is not a multiple of explorer_sync_interval {config.synchronizer.explorer_sync_interval}"
         yield "explorer.eval_interval", f"{why}: evaluated every {interval} steps"
     if (page := config.cluster.dashboard_address) and not page.startswith(_LOOPBACK):
-        told = f"{page}: Dask's dashboard has no password and is open to everyone who reaches the port"
-        yield "cluster.dashboard_address", f"{told}; use 127.0.0.1:8787 for this machine only"
+        why = f"{page}: Dask's dashboard has no password and is open to everyone who reaches the port"
+        yield "cluster.dashboard_address", f"{why}; use 127.0.0.1:8787 for this machine only"
     yield from _of_kl(config)
     yield from _of_task_pipeline(config)
     yield from _of_another_place(config)

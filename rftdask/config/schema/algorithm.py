@@ -5,12 +5,24 @@ table is kept by hand. A user's own part is imported.
 """
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal
 
-from rftdask.config.base import Aliases, Computed, Count, OpenDict, PluginName, Section, absent
-from rftdask.config.plugins import RegisteredPart, find_part, lookup_part, read_parts, trait
+from rftdask.config.base import (
+    Aliases,
+    Computed,
+    Count,
+    OpenDict,
+    PluginName,
+    Problem,
+    Section,
+    absent,
+    is_natural,
+    is_number,
+    reading,
+)
+from rftdask.config.plugins import RegisteredPart, argument_problems, find_part, lookup_part, read_parts, trait
 from rftdask.config.schema.optimizer import OptimizerConfig
 
 EXPERT_RATIO = 0.5
@@ -113,9 +125,9 @@ def takes_demonstrations(sample_strategy: str | None) -> bool:
     return part is not None and bool(part.traits.get("takes_demonstrations", False))
 
 
-def is_share(value: object) -> bool:
+def is_share(value: Any) -> bool:
     """Return True for a number in [0, 1)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+    return is_number(value) and 0 <= value < 1
 
 
 def _part(kind: str, key: str, **more: Any) -> PluginName:
@@ -190,6 +202,27 @@ class AlgorithmConfig(Section):
     trainer (docs/trainer.md). Refused for engines that cannot report them."""
     rollout_correction: OpenDict | None = None
     """Importance correction between engine and trainer, for example {method: truncate, level: token, high: 2.0}."""
+
+    @reading("rollout_correction")
+    def _correction_takes_its_arguments(self) -> Iterator[Problem]:
+        [part] = registered_parts("rollout_correction").values()  # there is one, which the key names by being there
+        for argument, message in argument_problems(part, self.rollout_correction or {}):
+            yield f"rollout_correction.{argument}", message
+
+    @reading("algorithm_type", "sample_strategy", "sample_strategy_args")
+    def _strategy_fits(self) -> Iterator[Problem]:
+        mixes, shown = takes_demonstrations(self.usual_sample_strategy), takes_demonstrations(self.sample_strategy)
+        # A loss without advantages is the same for a rollout and for a row of a dataset.
+        takes_both = self.schema_type == "experience" and not self.takes_advantages
+        if mixes != shown and not takes_both:
+            why = f"{self.sample_strategy} does not go with {self.algorithm_type}"
+            remedy = "mix is for mix, mix_chord and rollouts without advantages, such as jsd"
+            yield "sample_strategy", f"{why}; {'leave it out' if mixes else remedy}"
+        args = self.sample_strategy_args or {}
+        if shown and not is_share(ratio := args.get("expert_data_ratio", EXPERT_RATIO)):
+            yield "sample_strategy_args.expert_data_ratio", f"{ratio!r} is not a number in [0, 1)"
+        if not is_natural(bound := args.get("max_staleness", 0)):
+            yield "sample_strategy_args.max_staleness", f"{bound!r} is not a whole number of at least 0"
 
     @property
     def schema_type(self) -> str:

@@ -1,5 +1,6 @@
 """Section `buffer`: tasks in, experiences out. rftdask.explorer checks the names of workflows and rewards."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -14,13 +15,17 @@ from rftdask.config.base import (
     Natural,
     OpenDict,
     PluginName,
+    Problem,
     Seconds,
     Section,
     Seed,
     absent,
     empty_dict,
+    is_number,
+    join,
+    reading,
 )
-from rftdask.config.plugins import function_registry, lookup_part, read_parts
+from rftdask.config.plugins import function_registry, lookup_part, read_parts, trait
 from rftdask.config.schema.algorithm import registered_parts
 
 # The two are looked up in one dict each, to which a plug-in adds its own when it is imported.
@@ -29,6 +34,10 @@ registered_workflows = partial(function_registry, "rftdask.rollouts.workflows", 
 registered_rewards = partial(function_registry, "rftdask.rollouts.rewards", "reward")
 """Returns name -> reward function or its RegisteredPart. `rollouts.rewards.registry.reward` adds to it."""
 
+DATASET_TYPES = ("file", "sql")
+"""Values of storage_type that a dataset may have."""
+REMOVING = ("thin", "none")
+"""Values of retention.keep that remove results. Compaction loses none."""
 _WORKFLOW = PluginName("workflow", registered_workflows)
 
 
@@ -198,6 +207,48 @@ class ExplorerInput(Section):
     default_reward_fn_type: Annotated[str | None, PluginName("reward function", registered_rewards)] = None
     """Reward function of tasksets without one. None: the workflow's own."""
 
+    @reading("taskset", "tasksets", "eval_tasksets")
+    def _tasksets_are_distinct(self) -> Iterator[Problem]:
+        if self.taskset is not None and self.tasksets:
+            yield "tasksets", "taskset is given as well; give only one of them"
+        # A name is part of the uid of every experience, so two tasksets must not share one.
+        names = [taskset.name for taskset in (*self.train_tasksets, *self.eval_tasksets)]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield "", f"{names.count(name)} tasksets are named {name!r}; give each a unique name"
+
+    @reading("taskset", "tasksets")
+    def _selectors_go_together(self) -> Iterator[Problem]:
+        selectors = [taskset.data_selector for taskset in self.train_tasksets]
+        types = {selector.selector_type: selector.selector for selector in selectors}
+        names = ", ".join(sorted(types))
+        for name, part in types.items():
+            if trait(part, "epoch_each_step") and len(types) > 1:
+                yield "", f"{name} cannot be mixed with other selectors ({names}); use one for all tasksets"
+            if trait(part, "learns") and len(selectors) > 1:
+                yield "", f"{name} takes one taskset, not {len(selectors)}; merge them or use shuffle"
+        # Each taskset has its own number in the seed of its order, so one seed gives them different orders.
+        seeds = sorted({selector.seed for selector in selectors if trait(selector.selector, "seeded")})
+        if len(seeds) > 1:
+            yield "", f"data_selector.seed differs between tasksets ({seeds}); give one seed; the orders differ anyway"
+        for selector in selectors:
+            features, count = trait(selector.selector, "features"), trait(selector.selector, "num_features")
+            what = f"for {selector.selector_type}: {features}"
+            if features and count is None and not selector.feature_keys:
+                yield "", f"data_selector.feature_keys is required {what}"
+            if features and count is not None and len(selector.feature_keys) != count:
+                yield "", f"data_selector.feature_keys must be {count} columns {what}"
+
+    @reading("taskset", "tasksets", "eval_tasksets")
+    def _temperatures_have_a_way(self) -> Iterator[Problem]:
+        for place, taskset in (self.train_places | self.eval_places).items():
+            args, at = taskset.rollout_args, f"{join(place[2:])}.rollout_args.final_temperature"
+            if place in self.train_places:
+                if (args.final_temperature is None) != (args.temperature_steps is None):
+                    yield at, "requires temperature_steps as well; give both"
+            elif args.final_temperature is not None or args.temperature_steps is not None:
+                why = "evaluations are compared across steps, so their temperature must not change"
+                yield at, f"{why}; leave it out"
+
     @property
     def train_tasksets(self) -> tuple[TasksetConfig, ...]:
         """Training tasksets, from either key."""
@@ -240,6 +291,19 @@ class ReplayConfig(Section):
     used once."""
     priority_fn_args: OpenDict = empty_dict()
     """linear_decay: {decay: 2.0}. decay_limit_randomization: {decay: 2.0, use_count_limit: 3, sigma: 0.0}."""
+
+    @reading("enable", "priority_fn", "reuse_cooldown_time", "priority_fn_args")
+    def _priorities_are_in_range(self) -> Iterator[Problem]:
+        # Only the ranges: names and types are held against the function's signature elsewhere.
+        for key, value in sorted(self.priority_fn_args.items()):
+            if key == "use_count_limit" and is_number(value) and value < 1:
+                yield f"priority_fn_args.{key}", f"{value!r} is not a whole number of at least 1"
+            elif key in ("decay", "sigma") and is_number(value) and value < 0:
+                yield f"priority_fn_args.{key}", f"{value!r} is not a number of at least 0"
+        # Without a cooldown each group is used once.
+        reuses = self.enable and self.reuse_cooldown_time is not None
+        if reuses and self.priority_fn_args.get("decay") == 0 and self.priority_fn == "linear_decay":
+            yield "priority_fn_args.decay", "0 would train the newest groups for ever; use more than 0"
 
 
 class RetentionConfig(Section):
@@ -290,6 +354,17 @@ class ExperienceBufferConfig(Section):
     data_selector: DataSelectorConfig = DataSelectorConfig.model_construct()
     """Order of the rows."""
 
+    @reading("max_read_timeout", "replay_buffer", "retention.keep")
+    def _replay_has_groups(self) -> Iterator[Problem]:
+        if not self.replay_buffer.enable:
+            return
+        cooldown, timeout = self.replay_buffer.reuse_cooldown_time, self.max_read_timeout
+        if cooldown is not None and cooldown >= timeout:
+            why = "after which a batch is formed from the available groups; lower it"
+            yield "replay_buffer.reuse_cooldown_time", f"{cooldown} s is not below max_read_timeout {timeout} s, {why}"
+        if (keep := self.retention.keep) in REMOVING:
+            yield "retention.keep", f"{keep} removes experiences that replay_buffer may use again; use all"
+
     @property
     def table(self) -> str | None:
         """Table of a dataset in the database `path`. None: not a database."""
@@ -307,6 +382,25 @@ class TrainerInput(Section):
     """Held-out dataset in the format of the main input: mode train measures the loss on it before the first step, every
     `trainer.eval_interval` steps and after the last. For algorithms that learn from a dataset (sft, dpo, cpt and
     similar). None: no such evaluation."""
+
+    @reading("auxiliary_buffers")
+    def _auxiliary_buffers_are_datasets(self) -> Iterator[Problem]:
+        for name, buffer in self.auxiliary_buffers.items():
+            at = f"auxiliary_buffers.{name}"
+            if buffer.storage_type not in DATASET_TYPES:
+                why = f"{buffer.storage_type}: auxiliary buffers are datasets"
+                yield f"{at}.storage_type", f"{why}; use file or sql"
+            if buffer.replay_buffer.enable:
+                why = "rows of a dataset are read in order, epoch after epoch; replay is for experience_buffer"
+                yield f"{at}.replay_buffer.enable", why
+
+    @reading("experience_buffer.format", "auxiliary_buffers", "eval_buffer")
+    def _rows_are_text(self) -> Iterator[Problem]:
+        places = {join(place[2:]): buffer for place, buffer in self.side_places.items()}
+        for at, buffer in {**places, "experience_buffer": self.experience_buffer}.items():
+            for what in ("image", "video"):
+                if getattr(buffer.format, f"{what}_key"):
+                    yield f"{at}.format.{what}_key", f"only tasks may have {what}s; leave it out"
 
     @property
     def side_places(self) -> dict[Location, ExperienceBufferConfig]:
@@ -338,3 +432,17 @@ class BufferConfig(Section):
     """Tasks."""
     trainer_input: TrainerInput = TrainerInput.model_construct()
     """Experiences."""
+
+    @reading("explorer_input", "trainer_input")
+    def _selectors_suit_their_rows(self) -> Iterator[Problem]:
+        source, buffers = self.explorer_input, self.trainer_input
+        others = [("eval_tasksets", taskset.data_selector) for taskset in source.eval_tasksets]
+        others += [(b.name, b.data_selector) for b in (buffers.experience_buffer, *buffers.auxiliary_buffers.values())]
+        for where, selector in others:
+            if not trait(selector.selector, "for_datasets"):
+                yield "", f"{where}: {selector.selector_type} is for training tasksets; use sequential or shuffle"
+        keep = buffers.experience_buffer.retention.keep
+        for selector in (taskset.data_selector for taskset in source.train_tasksets):
+            if keep in REMOVING and trait(selector.selector, "learns"):
+                why = f"{keep} removes results that the selector {selector.selector_type} learns from"
+                yield "trainer_input.experience_buffer.retention.keep", f"{why}; use all"

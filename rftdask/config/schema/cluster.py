@@ -1,12 +1,24 @@
 """Section `cluster`: machines of the workers. Each kind of cluster is a class of rftdask.cluster."""
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from rftdask.config.base import Count, Later, Natural, OpenDict, PluginName, Seconds, Section, empty_dict
+from rftdask.config.base import (
+    Count,
+    Later,
+    Natural,
+    OpenDict,
+    PluginName,
+    Problem,
+    Seconds,
+    Section,
+    empty_dict,
+    reading,
+)
 from rftdask.config.plugins import read_parts
 
 registered_clusters = partial(read_parts, "rftdask.cluster", "cluster_type")
@@ -77,6 +89,12 @@ class JobConfig(Section):
     """Further #SBATCH lines, without #SBATCH."""
     prologue: tuple[str, ...] = ()
     """Shell lines before the command: modules to load, variables, an environment to activate."""
+
+    @reading("gres", "gpus_per_node")
+    def _gpus_are_requested_once(self) -> Iterator[Problem]:
+        if self.gpus_per_node and count_gres(self.gres):
+            why = f"gres {self.gres} requests GPUs as well, and SLURM takes only one of the two"
+            yield "gpus_per_node", f"{why}; leave one out"
 
     @property
     def num_gpus(self) -> int:
@@ -176,6 +194,14 @@ class ClusterConfig(Section):
     machine has too few GPUs for both. `mode: colocate` means `mode: both` with this on."""
     num_cpus: Count | None = None
     """CPU cores to distribute among the roles as threads. None: all cores of the machine."""
+
+    @reading("type", "options", "local_cache_dir")
+    def _options_are_read(self) -> Iterator[Problem]:
+        if self.local_cache_dir is not None and self.type == "existing":
+            why = "the workers of an existing cluster are started elsewhere"
+            yield "local_cache_dir", f"{why}; export RFTDASK_STAGE_TO there, and leave it out here"
+        if self.options and not self.takes_options:
+            yield "options", f"cluster.type {self.type} takes no options; leave it out"
 
     @property
     def takes_options(self) -> bool:

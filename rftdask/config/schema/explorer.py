@@ -1,6 +1,6 @@
 """Section `explorer`: engines that sample, and limits of a rollout."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
@@ -15,11 +15,14 @@ from rftdask.config.base import (
     Natural,
     OpenDict,
     PluginName,
+    Problem,
     Seconds,
     Section,
     Seed,
     absent,
     empty_dict,
+    reading,
+    show,
 )
 from rftdask.config.plugins import RegisteredPart, lookup_part, read_parts
 from rftdask.config.schema.model import ModelConfig
@@ -107,6 +110,18 @@ class EngineTraits:
     """Settings to change if its GPU runs out of memory, as the end of a sentence."""
     imports_ahead: ClassVar[tuple[str, ...]] = ()
     """Modules that the engine's process may import before its environment is known. (): none."""
+
+
+_REFUSED = (
+    *("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+    "extra_engine_args",
+)
+"""Keys that change the results of an engine: an error if it does not follow them."""
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "repetition_penalty", "enable_thinking"),
+    *("min_response_tokens", "max_response_tokens", "max_prompt_tokens", "max_model_len"),
+)
+"""Lengths and sampling of an auxiliary model."""
 
 
 class InferenceModelConfig(Section):
@@ -203,6 +218,19 @@ class InferenceModelConfig(Section):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """vLLM: share of the GPU's memory. Engines of one explorer worker share its GPUs. 1: all memory."""
 
+    @reading("engine_type", *_REFUSED)
+    def _engine_supports_its_keys(self) -> Iterator[Problem]:
+        for key in self.without_effect(*_REFUSED):
+            remedy = f"leave it out or use {' or '.join(engines_that_follow(key))}"
+            yield key, f"engine_type {self.engine_type} does not support it; {remedy}"
+        refused = self.traits.refused_args
+        for key in refused.keys() & self.extra_engine_args.keys():
+            yield f"extra_engine_args.{key}", f"{refused[key]}; leave it out"
+
+    def without_effect(self, *keys: str) -> list[str]:
+        """Return those of `keys` that differ from their defaults and that the engine does not follow."""
+        return [key for key in self.changed(*keys) if key not in self.traits.config_keys]
+
     def dtype_on(self, device: str) -> str:
         """Return the data type of the weights on "cpu" or "cuda"."""
         if self.dtype == "auto":
@@ -247,6 +275,11 @@ class InferenceModelConfig(Section):
     def num_gpus(self) -> int:
         """GPUs of one engine, if the machine has any."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+
+def engines_that_follow(key: str) -> list[str]:
+    """Return the engine types of this package that follow a key of `EngineTraits.config_keys`."""
+    return [name for name, part in registered_engines().items() if key in part.traits.get("config_keys", ())]
 
 
 class OverRolloutConfig(Section):
@@ -339,6 +372,34 @@ class ExplorerConfig(Section):
     """Mode serve, and `rftdask serve`: address to listen on. Clients need the key."""
     proxy_port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Mode serve, and `rftdask serve`: port to listen on. 0: any free port."""
+
+    @reading("min_workers", "max_workers")
+    def _workers_are_between_limits(self) -> Iterator[Problem]:
+        fewest, most = self.min_workers, self.max_workers
+        if fewest is not None and most is not None and fewest > most:
+            yield "min_workers", f"{fewest} exceeds explorer.max_workers {most}; lower one or raise the other"
+
+    @reading("rollout_model")
+    def _policy_is_described_elsewhere(self) -> Iterator[Problem]:
+        in_model = "lengths and sampling of the policy; set the same key in section model"
+        whats = {"model_path": in_model, **dict.fromkeys(_SAMPLING, in_model)}
+        of_auxiliary = dict.fromkeys(("name", "teacher_for", "prompt_price", "response_price"), "auxiliary models")
+        for key, what in {**whats, **of_auxiliary}.items():
+            if (value := getattr(self.rollout_model, key)) is not None:
+                missing = f"{show(value)} is not available in this release ({what})"
+                yield f"rollout_model.{key}", f"{missing}; leave it out or set null"
+        if self.rollout_model.engine_num < 1:
+            yield "rollout_model.engine_num", "0: the policy needs at least one engine; give 1 or more"
+        refused = self.rollout_model.traits.refused_policy_args
+        for key in refused.keys() & self.rollout_model.extra_engine_args.keys():
+            yield f"rollout_model.extra_engine_args.{key}", f"{refused[key]}; leave it out"
+
+    @reading("auxiliary_models")
+    def _hosted_models_have_no_workers(self) -> Iterator[Problem]:
+        for number, model in enumerate(self.auxiliary_models):
+            if model.is_apart and model.traits.is_hosted:
+                why = "the Tinker service runs the model, so it needs no workers; leave it out"
+                yield f"auxiliary_models[{number}].engine_num", why
 
     def engines(self) -> list[tuple[str, InferenceModelConfig]]:
         """Return (path, section) of the policy's engine and of the auxiliary ones."""

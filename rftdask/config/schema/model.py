@@ -1,10 +1,11 @@
 """Section `model`: the trained model, its lengths and sampling."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Computed, Count, Natural, Section, absent
+from rftdask.config.base import Computed, Count, Natural, Problem, Section, absent, reading
 
 
 class LoraConfig(Section):
@@ -61,6 +62,11 @@ class TinkerConfig(Section):
     base_url: str | None = None
     """Address of the service. None: the environment variable TINKER_BASE_URL, else the hosted service."""
 
+    @reading("train_mlp", "train_attn", "train_unembed")
+    def _adapter_has_layers(self) -> Iterator[Problem]:
+        if not (self.train_mlp or self.train_attn or self.train_unembed):
+            yield "", "the adapter has no layers; set train_mlp, train_attn or train_unembed to true"
+
 
 class ModelConfig(Section):
     """`model`: the policy, its lengths in tokens and its sampling."""
@@ -103,3 +109,16 @@ class ModelConfig(Section):
     variables."""
     tinker: TinkerConfig = TinkerConfig.model_construct()
     """The policy at the Tinker service. Needs the extra `tinker`."""
+
+    @reading("max_model_len", "max_prompt_tokens", "max_response_tokens", "min_response_tokens")
+    def _lengths_fit(self) -> Iterator[Problem]:
+        total, prompt, response = self.max_model_len, self.max_prompt_tokens, self.max_response_tokens
+        if total is None:
+            yield "max_model_len", "required, unless max_prompt_tokens and max_response_tokens are both given"
+            return
+        if prompt + response > total:
+            # Both at their longest must fit, or a long prompt would leave no room for its answer.
+            needed = f"max_prompt_tokens {prompt} + max_response_tokens {response} = {prompt + response}"
+            yield "max_model_len", f"{needed} exceeds max_model_len {total}; lower one of them or raise max_model_len"
+        if self.min_response_tokens > response:
+            yield "min_response_tokens", f"{self.min_response_tokens} exceeds max_response_tokens {response}"

@@ -5,12 +5,14 @@ Schedules are those of transformers. Their arguments are read from its source, s
 import it.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Computed, Later, OpenDict, PluginName, Section, absent
-from rftdask.config.plugins import RegisteredPart
+from rftdask.config.base import Computed, Later, OpenDict, PluginName, Problem, Section, absent, reading
+from rftdask.config.plugins import RegisteredPart, argument_problems
 
 _SUPPLIED = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
 SCHEDULES = {
@@ -105,3 +107,24 @@ class OptimizerConfig(Section):
     """Apply weight decay also to norms, biases and embeddings."""
     clip_grad: Annotated[float, Computed("trainer.grad_clip")] = absent(ge=0)
     """Maximum gradient norm. Same quantity as `trainer.grad_clip`; set one of them."""
+
+    @reading("lr_scheduler_type", "lr_scheduler_args", "min_lr_ratio")
+    def _schedule_takes_its_arguments(self) -> Iterator[Problem]:
+        name = self.lr_scheduler_type
+        for argument, message in argument_problems(SCHEDULES[name], self.lr_scheduler_args or {}):
+            yield f"lr_scheduler_args.{argument}", message
+        if self.min_lr_ratio and name not in ("constant", "constant_with_warmup", "linear", "cosine"):
+            yield "min_lr_ratio", f"only for linear and cosine; {name} takes lr_scheduler_args"
+
+    @reading("optimizer_type", *OWN_KEYS)
+    def _optimizer_takes_its_settings(self) -> Iterator[Problem]:
+        name = self.optimizer_type
+        # muon uses AdamW for weights other than hidden matrices. `ModelOptimizer` checks optimizers not listed here.
+        if name not in OPTIMIZERS or name.lower() == "muon":
+            return
+        takes = replace(OPTIMIZERS[name], supplied=()).parameters
+        if takes is None:  # PyTorch is not on this machine
+            return
+        for key in self.changed(*OWN_KEYS):
+            if key not in takes:
+                yield key, f"optimizer {name} does not have it; leave it out"

@@ -7,14 +7,27 @@ Create it with rftdask.config.load; a Config made otherwise is unchecked. Invari
 import math
 import os.path
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from rftdask.config.base import Computed, Count, OpenDict, PluginName, Section, empty_dict, plain
-from rftdask.config.plugins import read_parts
+from rftdask.config.base import (
+    Computed,
+    Count,
+    OpenDict,
+    PluginName,
+    Problem,
+    Section,
+    empty_dict,
+    is_number,
+    plain,
+    reading,
+    show,
+)
+from rftdask.config.plugins import read_parts, trait
 from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts, takes_demonstrations
 from rftdask.config.schema.buffer import BufferConfig, ExperienceBufferConfig, TasksetConfig
 from rftdask.config.schema.cluster import ClusterConfig
@@ -57,6 +70,9 @@ def count_demonstrations(batch_size: int, ratio: float) -> int:
     return math.ceil(ratio * batch_size - 1e-9)  # less the rounding of 0.1 * 30
 
 
+_WEIGHTS = ("quality", "difficulty", "usage_frequency", "diversity")
+
+
 class MonitorConfig(Section):
     """`monitor`: destinations of metrics in addition to the run folder."""
 
@@ -76,6 +92,16 @@ class MonitorConfig(Section):
     """Additional trackers: [{name, args}, ...], each name once."""
     detailed_stats: bool = False
     """Log maximum, minimum and standard deviation of evaluation metrics: <metric>/max, /min, /std."""
+
+    @reading("monitor_type", "extra_monitors")
+    def _trackers_are_named_once(self) -> Iterator[Problem]:
+        """Check that no tracker is listed twice: the position of each is stored under its name."""
+        seen = {self.monitor_type}
+        for number, tracker in enumerate(self.extra_monitors):
+            name = str(tracker.get("name", ""))
+            if name in seen:
+                yield f"extra_monitors[{number}].name", f"{name} is listed twice; list each tracker once"
+            seen.add(name)
 
 
 class TaskPipelineConfig(Section):
@@ -99,6 +125,26 @@ class TaskPipelineConfig(Section):
     top_k: int = Field(default=-1, ge=-1)
     """Number of rows with the highest priority to keep. -1: all."""
 
+    @reading("operators", "config_path", "priority_weights", "top_k")
+    def _operators_are_listed(self) -> Iterator[Problem]:
+        """Check the form of the operators. `check_pipeline` reports the problems that Data-Juicer finds in them."""
+        if self == TaskPipelineConfig.model_construct():
+            return
+        if not self.operators and self.config_path is None:
+            yield "operators", "required, unless config_path names a recipe of Data-Juicer"
+        for number, entry in enumerate(self.operators):
+            if set(entry) - {"name", "args"} or not isinstance(entry.get("name"), str):
+                yield f"operators[{number}]", "takes name and args: {name: text_length_filter, args: {min_len: 10}}"
+            elif not isinstance(entry.get("args"), dict | None):
+                yield f"operators[{number}].args", f"{show(entry['args'])} is not {{argument: value}}"
+        for name, weight in self.priority_weights.items():
+            if name not in _WEIGHTS:
+                yield f"priority_weights.{name}", f"unknown; choose from {', '.join(_WEIGHTS)}"
+            elif not is_number(weight):
+                yield f"priority_weights.{name}", f"{show(weight)} is not a number"
+        if self.top_k == 0:
+            yield "top_k", "0 keeps no row; use -1 to keep all"
+
 
 class ExperiencePipelineConfig(Section):
     """`data_processor.experience_pipeline`: filters and transforms experiences between explorer and trainer."""
@@ -108,6 +154,14 @@ class ExperiencePipelineConfig(Section):
     stage: Literal["batch", "commit"] = "batch"
     """batch: applied to every train batch before it is recorded. commit: applied by the explorer to every work unit
     before it is committed; dropped experiences are committed as filtered. data_juicer runs only at commit."""
+
+    @reading("operators", "stage")
+    def _operators_have_their_stage(self) -> Iterator[Problem]:
+        for number, entry in enumerate(self.operators):
+            part = registered_parts("operator").get(str(entry.get("name")))
+            if self.stage == "batch" and part is not None and trait(part, "only_at_commit"):
+                why = "batches have no text, and every start must drop the same rows"
+                yield "stage", f"batch: operators[{number}] {entry['name']} runs only at commit ({why}); set commit"
 
 
 class DataProcessorConfig(Section):
@@ -220,6 +274,12 @@ class Config(Section):
     _changes: tuple[str, ...] = PrivateAttr(())
     _stages: tuple["Config", ...] = PrivateAttr(())
     _unfilled: dict[str, Any] | None = PrivateAttr(None)
+
+    @reading("private", "checkpoint_root_dir")
+    def _modes_are_of_folders(self) -> Iterator[Problem]:
+        if self.private and "://" in self.checkpoint_job_dir.removeprefix("file://"):
+            remedy = "set access rules at the storage service"
+            yield "private", f"{self.checkpoint_root_dir} is not a local folder; {remedy}"
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -1,12 +1,25 @@
 """Sections `trainer` and `synchronizer`: training, checkpoints, and the transfer of weights."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import NAME, Aliases, Computed, Count, Natural, PluginName, Seconds, Section, absent
+from rftdask.config.base import (
+    NAME,
+    Aliases,
+    Computed,
+    Count,
+    Natural,
+    PluginName,
+    Problem,
+    Seconds,
+    Section,
+    absent,
+    reading,
+)
 from rftdask.config.plugins import lookup_part, read_parts, trait
 
 registered_train_engines = partial(read_parts, "rftdask.trainer.engines", "trainer_type")
@@ -109,6 +122,42 @@ class TrainerConfig(Section):
     """Ranks that may write their part of a checkpoint at the same time, in the background. unrestricted: all.
     single_node: those of one host. single_process: one. single_thread: one, and training waits for it."""
 
+    @reading("trainer_strategy", "num_ranks")
+    def _ranks_fit_the_strategy(self) -> Iterator[Problem]:
+        if self.trainer_strategy == "single" and (self.num_ranks or 1) > 1:
+            why = "cannot share a model by trainer_strategy single"
+            yield "num_ranks", f"{self.num_ranks} ranks {why}; use ddp or fsdp2"
+
+    @reading("trainer_strategy", "num_ranks", "ulysses_sequence_parallel_size", "tensor_parallel_size", "torch_compile")
+    def _ranks_make_whole_groups(self) -> Iterator[Problem]:
+        split, cut, num_ranks = self.ulysses_sequence_parallel_size, self.tensor_parallel_size, self.num_ranks
+        for key, size, what in (
+            ("ulysses_sequence_parallel_size", split, "split sequences"),
+            ("tensor_parallel_size", cut, "cut layers"),
+        ):
+            if size > 1 and self.trainer_strategy == "single":
+                yield key, f"{size} ranks {what}, and trainer_strategy single is one rank; use ddp or fsdp2"
+            # A number of ranks that is not given follows from the GPUs, and is checked where they are known.
+            elif num_ranks is not None and num_ranks % size:
+                why = f"groups of {size} ranks {what}, and num_ranks {num_ranks} is not a multiple of {size}"
+                yield key, f"{why}; use num_ranks {-(-num_ranks // size) * size}"
+        # The plan of a model that cuts its layers knows whole sequences and eager layers.
+        others = {"ulysses_sequence_parallel_size; use one of them": split > 1, "torch_compile": self.torch_compile}
+        for other, chosen in others.items():
+            if cut > 1 and chosen:
+                yield "tensor_parallel_size", f"{cut} does not go with {other}"
+
+    @reading("router_aux_loss_coef", "ulysses_sequence_parallel_size", "torch_compile")
+    def _routers_are_heard(self) -> Iterator[Problem]:
+        split = "ulysses_sequence_parallel_size, where each rank sees a part of a sequence"
+        others = {
+            split: self.ulysses_sequence_parallel_size > 1,
+            "torch_compile, which hides the routers": self.torch_compile,
+        }
+        for other, chosen in others.items():
+            if self.router_aux_loss_coef and chosen:
+                yield "router_aux_loss_coef", f"{self.router_aux_loss_coef} does not go with {other}"
+
     @property
     def has_model(self) -> bool:
         """True if the engine trains a model, which must exist. Raises: UserError: no such engine."""
@@ -180,3 +229,15 @@ class SynchronizerConfig(Section):
     1: every publication is full."""
     poll_interval_s: Seconds = 0.05
     """Seconds between polls of the pointer to the newest weights."""
+
+    @reading("full_publish_interval", "sync_method")
+    def _deltas_are_files(self) -> Iterator[Problem]:
+        if self.full_publish_interval > 1 and self.sync_method in ("memory", "nccl"):
+            why = f"deltas are files, and sync_method {self.sync_method} writes only full versions"
+            remedy = "set 1, or sync_method: checkpoint"
+            yield "full_publish_interval", f"{self.full_publish_interval}: {why}; {remedy}"
+
+    @reading("load_in_flight", "sync_style")
+    def _style_loads_in_flight(self) -> Iterator[Problem]:
+        if self.load_in_flight and self.sync_style != "fully_async":
+            yield "load_in_flight", f"sync_style {self.sync_style} loads at its boundaries; use fully_async"

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rftdask.config.base import Computed, Section, child_of, default_of, field_at, marks_of
-from rftdask.config.check import show
+from rftdask.config.base import Computed, Section, child_of, default_of, field_at, marks_of, show
 from rftdask.config.schema.algorithm import registered_parts
 from rftdask.config.schema.run import Config
 from rftdask.config.trinity.reference_keys import TABLE, reference_keys

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.config.yaml_source import Problem, escape, read_tree
+from rftdask.config.base import Problem
+from rftdask.config.yaml_source import escape, read_tree
 
 TREES: list[tuple[str, dict[str, Any]]] = [
     ("a: 1e-3\nb: 2.5E+10\nc: 1e5\nd: -0.5\ne: .5", {"a": 1e-3, "b": 2.5e10, "c": 1e5, "d": -0.5, "e": 0.5}),
