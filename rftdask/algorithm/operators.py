@@ -227,9 +227,8 @@ class RewardShapingMapper(Operator):
                 "DIV": torch.where(value_N == 0, rewards_N, rewards_N / value_N),
             }
             shaped_N = results[rule.get("op_type", "ADD")]
-            rewards_N = torch.where(
-                torch.isnan(value_N), rewards_N, shaped_N
-            )  # nan: the experience lacks the statistic
+            # nan: the experience lacks the statistic
+            rewards_N = torch.where(torch.isnan(value_N), rewards_N, shaped_N)
         # Only kept rows with a reward, since one nan would make the mean nan.
         change_N = (rewards_N - table.rewards_N)[table.keep_N & torch.isfinite(table.rewards_N)]
         mean = float(change_N.mean()) if len(change_N) else 0.0
@@ -277,9 +276,8 @@ class DataJuicer(Operator):
         self._juicer: Juicer | None = None
 
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
-        require(
-            bool(table.texts), "data_juicer needs the texts of experiences, which exist only when groups are committed"
-        )
+        why = "data_juicer needs the texts of experiences, which exist only when groups are committed"
+        require(bool(table.texts), why)
         kept = table.keep_N.nonzero().flatten().tolist()
         rows = [{name: texts[row] for name, texts in table.texts.items()} for row in kept]
         for row, reward in zip(rows, table.rewards_N[kept].tolist(), strict=True):
@@ -322,7 +320,7 @@ class DataJuicer(Operator):
                     what, url = f"operator {self.operator_name}", self._server_url
                     self._juicer = open_juicer(self._pipeline, what, server_url=url, silence_s=self._timeout_s)
                 results = self._juicer.run(rows, done.append)
-                return results, {row: each.operator for each in done for row in each.dropped}
+                return results, {row: result.operator for result in done for row in result.dropped}
             except BaseException as error:
                 self.close()
                 if is_last or not isinstance(error, ProcessLostError):

@@ -70,15 +70,10 @@ def read_trl(path: str | Path) -> Imported:
 
 def _rollouts(imported: Imported, kind: str) -> None:
     get, loss = imported.get, imported.get("loss_type", "dapo")
-    imported.set(
-        "algorithm.algorithm_type",
-        "gspo"
-        if get("importance_sampling_level", "token") == "sequence"
-        else loss
-        if loss in _LOSSES
-        else _ALGORITHMS[kind],
-        "importance_sampling_level",
-    )
+    algorithm = loss if loss in _LOSSES else _ALGORITHMS[kind]
+    if get("importance_sampling_level", "token") == "sequence":
+        algorithm = "gspo"
+    imported.set("algorithm.algorithm_type", algorithm, "importance_sampling_level")
     if kind == "GRPO":
         if loss in _AGGREGATIONS:
             imported.set("algorithm.loss_agg_mode", _AGGREGATIONS[loss], "loss_type")

@@ -67,12 +67,9 @@ def _algorithm(imported: Imported) -> None:
     elif "algorithm.norm_adv_by_std_in_grpo" in imported.given:
         imported.taken["algorithm.norm_adv_by_std_in_grpo"] = "as it is"
     clip = get(f"{actor}clip_ratio", 0.2)
-    for side in ("low", "high"):
-        theirs = f"{actor}clip_ratio_{side}"
-        if name not in LOSSES.values():
-            imported.set(
-                f"algorithm.policy_loss_fn_args.clip_range_{side}", get(theirs, clip), theirs, f"{actor}clip_ratio"
-            )
+    for side in ("low", "high") if name not in LOSSES.values() else ():
+        ours, theirs = f"algorithm.policy_loss_fn_args.clip_range_{side}", f"{actor}clip_ratio_{side}"
+        imported.set(ours, get(theirs, clip), theirs, f"{actor}clip_ratio")
     # verl counts prompts, and here experiences are counted.
     size = get(f"{actor}ppo_mini_batch_size", 256)
     if size < get("data.train_batch_size", 1024):
@@ -80,13 +77,9 @@ def _algorithm(imported: Imported) -> None:
     elif f"{actor}ppo_mini_batch_size" in imported.given:
         imported.taken[f"{actor}ppo_mini_batch_size"] = "the whole batch"
     of_loss = ("use_kl_loss", "kl_loss_coef", "kl_loss_type")
+    of_reward = ("use_kl_in_reward", "kl_ctrl.kl_coef", "kl_penalty")
     _kl(imported, "kl_loss_fn", tuple(actor + key for key in of_loss), "low_var_kl")
-    _kl(
-        imported,
-        "kl_penalty_fn",
-        tuple(f"algorithm.{key}" for key in ("use_kl_in_reward", "kl_ctrl.kl_coef", "kl_penalty")),
-        "kl",
-    )
+    _kl(imported, "kl_penalty_fn", tuple(f"algorithm.{key}" for key in of_reward), "kl")
     if entropy := get(f"{actor}entropy_coeff", 0.0):
         imported.set("algorithm.entropy_loss_fn_args.entropy_coef", entropy, f"{actor}entropy_coeff")
     elif f"{actor}entropy_coeff" in imported.given:
@@ -105,27 +98,26 @@ def _kl(imported: Imported, ours: str, keys: tuple[str, ...], default: str) -> N
 
 
 def _data(imported: Imported) -> None:
-    columns = {"prompt_key": imported.get("data.prompt_key", "prompt"), "response_key": "ground_truth"}
+    columns = {
+        "prompt_type": "messages",
+        "messages_key": imported.get("data.prompt_key", "prompt"),
+        "response_key": "ground_truth",
+    }
     why = "rows of verl have their answer at reward_model.ground_truth; move it to a column ground_truth"
     for theirs, is_eval in (("data.train_files", False), ("data.val_files", True)):
         paths = imported.given.get(theirs)
         names: list[Any] = paths if isinstance(paths, list) else [paths] if paths else []
         sets: list[dict[str, Any]] = [
-            {"name": f"{'eval' if is_eval else 'train'}_{n}", "path": str(path)} for n, path in enumerate(names)
+            {"name": f"{'eval' if is_eval else 'train'}_{n}", "path": str(path), "format": dict(columns)}
+            for n, path in enumerate(names)
         ]
-        for taskset in sets:
-            taskset["format"] = {
-                "prompt_type": "messages",
-                "messages_key": columns["prompt_key"],
-                "response_key": "ground_truth",
-            }
         if is_eval:
             keys = {f"{_ROLLOUT}.val_kwargs.{word}": word for word in ("temperature", "top_p", "top_k")}
             # Greedy by default, as in verl.
-            said = {word: imported.given[key] for key, word in keys.items() if key in imported.given}
+            sampling = {word: imported.given[key] for key, word in keys.items() if key in imported.given}
             imported.taken.update({key: "rollout_args of eval_tasksets" for key in keys if key in imported.given})
             for taskset in sets:
-                taskset["rollout_args"] = {"temperature": 0.0, **said}
+                taskset["rollout_args"] = {"temperature": 0.0, **sampling}
         if sets:
             ours = "buffer.explorer_input." + ("eval_tasksets" if is_eval else "tasksets")
             imported.set(ours, sets, theirs, "data.prompt_key")

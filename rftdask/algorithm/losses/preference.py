@@ -296,14 +296,10 @@ class Kto(PolicyLoss):
         return inputs.spread(loss_B), metrics
 
 
-class KtoAlgorithm(AlgorithmType):
+class KtoAlgorithm(DpoAlgorithm):
     """Responses with a verdict, without pairs."""
 
     algorithm_type = "kto"
     schema = "kto"
     repeat_times = 1
-    advantage_fn = None
     policy_loss_fn = "kto"
-    kl_loss_fn = "none"
-    entropy_loss_fn = "none"
-    loss_agg_mode = "seq-mean-token-mean"

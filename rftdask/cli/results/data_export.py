@@ -84,9 +84,8 @@ def export(run: str, path: str, kind: Kind, where: str = "") -> tuple[int, Count
         reason = _reason(row, kind) or ("the greedy rollout of a task" if is_greedy and kind != "sft" else "")
         dropped.update([reason] if reason else [])
         good += [] if reason else [row]
-    origin = {"run": str(run)}
     make: Callable[..., Iterator[dict[str, Any]]] = {"sft": _answers, "dpo": _pairs, "tasks": _tasks}[kind]
-    made = [{**row, **origin} for row in make(good, configs, dropped)]
+    made = [{**row, "run": run} for row in make(good, configs, dropped)]
     if not made:
         omitted = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "no experience matches"
         raise UserError(f"nothing to write: {omitted}")

@@ -182,7 +182,7 @@ class PolicyLossFn(ABC):
     def __rftdask_part__(cls) -> type[PolicyLoss]:
         own = cls
         parameters = inspect.signature(own.__call__).parameters
-        names = [name for name, each in parameters.items() if name != "self" and each.kind is not each.VAR_KEYWORD]
+        names = [name for name, item in parameters.items() if name != "self" and item.kind is not item.VAR_KEYWORD]
 
         class Adapted(PolicyLoss):
             uses_reference = "ref_logprob" in names

@@ -33,7 +33,7 @@ class RewardFn(ABC):
             own = cls(**arguments)
             given = {"response": response, "truth": truth, "prompt": task.prompt, "task": task}
             parameters = inspect.signature(own.__call__).parameters
-            if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            if not any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
                 given = {name: value for name, value in given.items() if name in parameters}
             parts = own(**given)
             return Reward(float(sum(parts.values())), {name: float(value) for name, value in parts.items()})
@@ -46,13 +46,9 @@ class RewardFn(ABC):
 def reward_class(task: Task) -> Any:
     """Return the class of the task's reward function; for one of this package, a class that calls it. None: no reward
     function."""
-    return _class_of(task.reward_fn, task) if task.reward_fn else None
-
-
-def _class_of(name: str, task: Task) -> type[RewardFn]:
-    function = get_reward(name)
-    own: type[RewardFn] | None = getattr(function, "reward_class", None)
-    return own or _ours(name, task)
+    if not task.reward_fn:
+        return None
+    return getattr(get_reward(task.reward_fn), "reward_class", None) or _ours(task.reward_fn, task)
 
 
 def _ours(name: str, task: Task | None = None) -> type[RewardFn]:

@@ -44,7 +44,7 @@ class Workflow:
         if auxiliary_models:
             is_async = type(self).is_async
             self.auxiliary_models = [
-                each.get_openai_async_client() if is_async else each.get_openai_client() for each in auxiliary_models
+                other.get_openai_async_client() if is_async else other.get_openai_client() for other in auxiliary_models
             ]
         self.repeat_times = 1
         self.run_id_base = 0
@@ -145,12 +145,9 @@ def reward_of(rows: Sequence[Experience] | None, answers: Sequence[Experience], 
     info_of = {i: row.info or {} for i, row in zip(of_row, rows, strict=True) if i is not None}
     steps: tuple[Step, ...] = ()
     if not is_whole and any("env_state_hash" in info or "step_reward" in info for info in info_of.values()):
+        states = [info_of[i].get("env_state_hash") for i in range(len(answers))]
         steps = tuple(
-            Step(
-                None if (state := info_of[i].get("env_state_hash")) is None else str(state),
-                info_of[i].get("step_reward"),
-            )
-            for i in range(len(answers))
+            Step(None if state is None else str(state), info_of[i].get("step_reward")) for i, state in enumerate(states)
         )
     means = {key: sum(values) / len(values) for key, values in metrics.items()}
     return Reward(float(rows[-1].reward or 0.0), means, steps)

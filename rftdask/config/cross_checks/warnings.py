@@ -53,7 +53,9 @@ def warn(config: Config) -> Iterator[Problem]:
     yield from _idle_boundaries(config)
     yield from engine_warnings(config)
     yield from hosted_warnings(config)
-    yield from _of_sync_method(config)
+    (method, why), chosen = config.sync_choice, config.synchronizer.sync_method
+    if chosen in ("memory", "nccl") and method != chosen and config.mode in ("both", "explore", "train"):
+        yield "synchronizer.sync_method", f"{chosen} is not used: {why}, so weights go through files"
     if not config.algorithm.trains_critic:
         given = ["model.critic_model_path"] * bool(config.model.critic_model_path)
         given += [f"trainer.{key}" for key in config.trainer.changed("critic", "critic_warmup")]
@@ -88,13 +90,6 @@ def _of_task_pipeline(config: Config) -> Iterator[Problem]:
     for name in ("diversity", "usage_frequency"):
         if pipeline.priority_weights.get(name):
             yield f"{at}.priority_weights.{name}", "without effect: it is not measured before a run"
-
-
-def _of_sync_method(config: Config) -> Iterator[Problem]:
-    key, chosen = "synchronizer.sync_method", config.synchronizer.sync_method
-    method, why = config.sync_choice
-    if chosen in ("memory", "nccl") and method != chosen and config.mode in ("both", "explore", "train"):
-        yield key, f"{chosen} is not used: {why}, so weights go through files"
 
 
 def _of_another_place(config: Config) -> Iterator[Problem]:
