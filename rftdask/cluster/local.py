@@ -36,6 +36,7 @@ from rftdask.processes.dask_cluster import connect, set_config, start_dask
 from rftdask.processes.device_lock import shared_devices
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import visible_gpus
+from rftdask.processes.leftovers import remove_abandoned_semaphores
 from rftdask.processes.zygote import ZYGOTE_ADDRESS, can_fork, start_zygote, umask
 from rftdask.storage import Storage
 from rftdask.storage.temporary import TemporaryFolder
@@ -85,6 +86,7 @@ class LocalCluster(Cluster):
         self._env: dict[str, str] = {}
         # Device locks of this start; processes of earlier starts have ended.
         self._lock_dir = self._stack.enter_context(TemporaryFolder("devices"))
+        remove_abandoned_semaphores()
         if forks:
             start_fork_server(WORKER_IMPORTS)
             # The fork server may have the environment and the umask of an earlier run.

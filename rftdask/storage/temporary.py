@@ -68,17 +68,21 @@ class TemporaryFolder:
             os.close(lock)
 
 
-def remove_abandoned(parent: str) -> None:
-    """Remove the folders of dead processes of this user on this machine."""
+def remove_abandoned(parent: str, *, only_count: bool = False) -> int:
+    """Remove the folders of dead processes of this user on this machine. Returns: their number."""
+    number = 0
     for folder in Path(parent).glob(f"{_prefix()}*"):
         with suppress(OSError):  # locked by a living process, removed by another one, or not a folder of this user
             opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(opened).st_uid == os.getuid():
-                    shutil.rmtree(folder, ignore_errors=True)
+                    number += 1
+                    if not only_count:
+                        shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(opened)
+    return number
 
 
 def _prefix() -> str:

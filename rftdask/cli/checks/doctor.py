@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from tempfile import gettempdir
 from typing import Annotated, Literal
 
 import typer
@@ -17,7 +18,10 @@ from rftdask.cli.app import EXIT_FAILED
 from rftdask.cli.common import say
 from rftdask.cluster.layout import num_cores
 from rftdask.processes.gpus import visible_gpus
+from rftdask.processes.leftovers import abandoned_semaphores
+from rftdask.processes.zygote import socket_folder
 from rftdask.storage.doctor import check_storage
+from rftdask.storage.temporary import remove_abandoned
 
 _COMMAND_TIMEOUT_S = 60.0
 _TORCH = """
@@ -81,6 +85,7 @@ def diagnose_machine() -> list[Finding]:
             "ok" if bwrap else "missing",
             bwrap or "for explorer.sandbox.bubblewrap: install the system package bubblewrap",
         ),
+        _check_leftovers(),
     ]
 
 
@@ -118,6 +123,13 @@ def _check_slurm() -> Finding:
     if done is None or done.returncode:
         return Finding("SLURM", "broken", f"sinfo: {done.stderr.strip() if done is not None else _no_answer()}")
     return Finding("SLURM", "ok", "; ".join(" ".join(line.split()) for line in done.stdout.splitlines()))
+
+
+def _check_leftovers() -> Finding:
+    folders = sum(remove_abandoned(parent, only_count=True) for parent in {gettempdir(), socket_folder()})
+    semaphores = len(abandoned_semaphores())
+    text = f"{folders} folders and {semaphores} semaphores of killed processes"
+    return Finding("leftovers", "ok", text + "; the next run removes them" * bool(folders or semaphores))
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
