@@ -7,6 +7,7 @@
 #   make guides       examples, notebooks, pages, the wheel   make site      the documentation as web pages, in build/site
 #   make robustness   bad settings, files, runs and code       make gpu      GPU measurements, into docs/gpu.md
 #   make clean        remove .venv and caches                 make long     the longest tests, not in CI
+#   make steady N=20  the fast tests N times on a busy machine, not in CI
 #   make findings     surprises of other libraries, shown without this package; not in CI
 #
 # PYTHON=python3.12 selects the interpreter, VENV=path the environment, EXTRAS=dev,gpu the extras of the package;
@@ -32,7 +33,7 @@ GPU_PYTHON ?= python
 # an interrupted installation is repeated.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: agentscope findings gpu torchao site quickstart test test-oldest robustness learning guides slow long extras lint types check install clean
+.PHONY: agentscope findings gpu torchao site quickstart test steady test-oldest robustness learning guides slow long extras lint types check install clean
 .DEFAULT_GOAL := test
 
 findings:
@@ -51,6 +52,10 @@ test-oldest:
 	grep -vE '^(torch|transformers|huggingface[-_]hub)==' constraints.txt >$(VENV)-oldest/constraints.txt
 	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)-oldest/constraints.txt $(OLDEST) -e ".[dev]"
 	$(VENV)-oldest/bin/python -m pytest $(PARALLEL) tests/unit
+
+N ?= 20
+steady: $(STAMP)
+	$(BIN)/python -m tests.steady $(N)
 
 robustness: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "robustness and not slow" --durations=10

@@ -1,8 +1,8 @@
 """Set-up of every test run before the first import: few threads, no network, quiet Dask, and markers by folder.
 
     tests/unit           pure rules, milliseconds
-    tests/crash          a run killed, cut off and damaged; a quick sample in seconds, the short forms marked slow
-    tests/integration    a real Dask cluster in this process or on this machine, seconds
+    tests/crash          a run killed, cut off and damaged; marked slow below
+    tests/integration    a real Dask cluster in this process or on this machine; marked slow below, except SMOKE
     tests/e2e            real runs and processes killed mid-write; marked slow below
     tests/e2e/guides     examples, notebooks, pages and the wheel as users run them; marked guides instead
     tests/robustness     bad settings, files, folders, code and words; marked robustness below
@@ -16,13 +16,17 @@ The variables are set in the environment, not in the libraries, because the proc
 import gc
 import itertools
 import os
+import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import settings
+
+from tests.session_report import SessionReport
 
 # One thread each, because several workers share two cores. Numeric tests hold for any number; see CONTRIBUTING.
 THREADS = os.environ.get("RFTDASK_TEST_THREADS", "1")
@@ -54,6 +58,16 @@ runs_programs = not (MEMORY.is_dir() and os.statvfs(MEMORY).f_flag & os.ST_NOEXE
 if os.access(MEMORY, os.W_OK) and runs_programs and shutil.disk_usage(MEMORY).free >= 8 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
+# A slow disk, for tests/steady.py.
+if delay_s := float(os.environ.get("RFTDASK_TEST_FSYNC_S", "0")):
+    fsync = os.fsync
+
+    def slow_fsync(file: int) -> None:
+        time.sleep(delay_s)
+        fsync(file)
+
+    os.fsync = slow_fsync
+
 # A script or nohup may have ignored the signal, and every process that the tests start would inherit that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -80,18 +94,27 @@ LONGEST_FIRST = (
 TIERS = {
     "e2e/guides": "guides",
     "e2e": "slow",
+    "integration": "slow",
+    "crash": "slow",
     "vllm_engine": "vllm",
     "robustness": "robustness",
     "learning": "learning",
     "gpu": "gpu",
 }
 """Marker of every test in a folder; the first matching folder counts."""
+SMOKE = TESTS / "integration/folders/test_experiment.py"
+"""Whole runs in the fast tests, as a sample."""
 SLOW_TIMEOUT_S = 1500
 """Timeout of tests with real runs, whose waits have their own deadlines: a few minutes on a busy machine."""
 
 # No deadline, because a slow machine is not a wrong result. In CI the examples are the same in every run.
 settings.register_profile("rftdask", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("rftdask")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a process of xdist
+        config.pluginmanager.register(SessionReport(config))
 
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no xdist
@@ -169,13 +192,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def tier_of(path: Path) -> str | None:
+    if path == SMOKE:
+        return None
     return next((marker for folder, marker in TIERS.items() if path.is_relative_to(TESTS / folder)), None)
 
 
 def deal(items: list[pytest.Item]) -> list[pytest.Item]:
     """Order the files so that those whose tests wait for real runs alternate with those whose tests compute, largest
     first, which keeps the cores busy. Otherwise the few tests with runs would come last while cores idle.
+    RFTDASK_TEST_ORDER, a number, shuffles the files instead.
     """
+    if seed := os.environ.get("RFTDASK_TEST_ORDER"):
+        files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
+        random.Random(seed).shuffle(files)
+        return list(itertools.chain.from_iterable(files))
     waiting, computing = list[list[pytest.Item]](), list[list[pytest.Item]]()
     for path, tests in itertools.groupby(items, key=lambda item: item.path):
         (waiting if path.is_relative_to(TESTS / "integration") else computing).append(list(tests))
