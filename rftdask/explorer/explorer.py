@@ -41,7 +41,6 @@ from rftdask.buffer.batches.lineage import MAIN_LINEAGE
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import NOTE_EVERY, first_open_step, note_complete
 from rftdask.buffer.log.shard import done_units
-from rftdask.cluster.dask_client import DaskClient, UnitFuture
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import (
@@ -56,6 +55,7 @@ from rftdask.errors import (
 )
 from rftdask.explorer.autoscale import ScaleRule
 from rftdask.explorer.crash_suspects import MAX_CRASHES, CrashSuspect, CrashTracker
+from rftdask.explorer.dask_client import DaskClient, UnitFuture
 from rftdask.explorer.evaluation import EvaluationQueue
 from rftdask.explorer.task_order import make_task_order
 from rftdask.explorer.unit_claims import EVALUATIONS, Claims

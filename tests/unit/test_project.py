@@ -39,10 +39,9 @@ LAYERS = (
     {"data", "monitor", "synchronizer"},
     {"algorithm", "models"},
     {"buffer", "engines"},
-    {"run"},
+    {"cluster", "run"},
     {"rollouts", "trainer"},
-    {"cluster", "compat"},
-    {"explorer", "reports", "serve", "testing"},
+    {"compat", "explorer", "reports", "serve", "testing"},
     {"driver"},
     {"studio"},
     {"cli"},
@@ -140,6 +139,12 @@ def find_cycle(graph: Graph) -> list[str]:
 
 def test_imports_point_one_way():
     assert layer_problems(import_graph(ROOT / "rftdask")) == []
+
+
+def test_the_design_lists_the_lowest_layer_first():
+    listed = re.findall(r"^  (\w+)/ ", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    levels = [number for folder in listed for number, names in enumerate(LAYERS) if folder in names]
+    assert len(levels) == len(listed) and levels == sorted(levels)
 
 
 def test_no_modules_form_an_import_cycle():

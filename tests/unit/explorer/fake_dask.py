@@ -1,4 +1,4 @@
-"""Fake `cluster.dask_client.DaskClient` whose units have the outcomes that a test specifies, at once or on request.
+"""Fake `explorer.dask_client.DaskClient` whose units have the outcomes that a test specifies, at once or on request.
 
 client = FakeClient(died, died)                    # then all else ends well
 """
@@ -11,7 +11,7 @@ from typing import Any, cast
 from distributed import KilledWorker
 from distributed.scheduler import WorkerState
 
-from rftdask.cluster.dask_client import UnitFuture
+from rftdask.explorer.dask_client import UnitFuture
 from rftdask.processes.dask_task import LEAVING_TOPIC
 from rftdask.rollouts.work_unit_task import BEGAN_TOPIC, EXPLORER_RESOURCE
 from rftdask.rollouts.work_units import EngineRequest, RolloutResult, RolloutTask
