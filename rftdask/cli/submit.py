@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +27,10 @@ from rftdask.cluster.batch_cluster import (
     system_of,
 )
 from rftdask.cluster.driver_script import PATIENCE_S, SOURCES_FOLDER
-from rftdask.cluster.jobqueue import JobQueueCluster
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, ScriptPlan, write_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.cluster.slurm import NO_REQUEUE, TEMPLATE
-from rftdask.config import Config, load_config, replace
+from rftdask.config import Config, replace
 from rftdask.config.plan import plan_work
 from rftdask.driver.memory_estimate import job_shortages, raise_shortages
 from rftdask.driver.preflight import check_inputs
@@ -189,12 +187,3 @@ def has_finished(config: Config, sizes: Sequence[Mapping[str, int]]) -> bool:
         if stage.mode not in ("both", "train") or steps is None or read_pointer(storage, CHECKPOINT_POINTER) != steps:
             return False
     return True
-
-
-if __name__ == "__main__":  # called by a driver's job near its walltime
-    queued = load_config(sys.argv[1], was_checked=True)
-    queued_in = open_storage(queued.checkpoint_job_dir)
-    system = find_cluster(queued.cluster.type, queued.explorer.plugin_dirs)
-    assert issubclass(system, JobQueueCluster)
-    job = system.submit_controller(queued, SecretsDir.base_of(queued, queued_in), queued_in)
-    write_jobs(queued_in, [job], SUBMITTED_FILE)

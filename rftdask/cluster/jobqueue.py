@@ -48,8 +48,6 @@ from rftdask.storage import Storage
 
 DRIVER_FILE = "driver.sh"
 _RESTARTS_FILE = "restarts"
-_SUBMIT_MODULE = "rftdask.cli.submit"
-"""Module that a driver's job runs near its walltime to submit the next one."""
 
 
 class JobQueueCluster(BatchCluster):
@@ -191,7 +189,7 @@ class JobQueueCluster(BatchCluster):
         python = shlex.quote(config.cluster.python or sys.executable)
         walltime_s = cls.walltime_s(config)
         # These systems have no common way to requeue a job, so the job submits its successor.
-        submit_next = f"{python} -m {_SUBMIT_MODULE} {shlex.quote(path)}"
+        submit_next = f"{python} -m rftdask.cluster.resubmit {shlex.quote(path)}"
         again = f'{{ echo >>{restarts} && {submit_next} && echo "queued again before the walltime" && exit 0; }}'
         # Nor a common signal before the walltime.
         first = walltime_timer(walltime_s - WARNING_S) if walltime_s > 2 * WARNING_S else ""

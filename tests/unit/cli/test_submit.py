@@ -78,7 +78,7 @@ def test_on_every_batch_system_a_controller_submits_jobs(
     assert staged in plan.worker_scripts[0].text and "STAGE" not in controller.text
     warned = "( sleep 14220; kill -USR1 $$ ) &\n" in plan.driver
     assert warned == (system != "htcondor"), "near a walltime of four hours"
-    assert "python3 -m rftdask.cli.submit " in plan.driver and "SLURM_" not in plan.driver
+    assert "python3 -m rftdask.cluster.resubmit " in plan.driver and "SLURM_" not in plan.driver
     assert subprocess.run(["/bin/bash", "-n"], input=plan.driver, text=True, check=False).returncode == 0
     assert submission.system.render_scripts(submission.folder, plan).count(driver) == 2
     with pytest.raises(UserError, match=r"need cluster.type slurm"):
