@@ -78,37 +78,37 @@ class LocalCluster(Cluster):
         """dashboard_address: host:port of Dask's dashboard. None: no dashboard, which saves seconds of start-up."""
         from distributed.security import Security
 
-        self._stack = contextlib.ExitStack()
         forks = can_fork(any(worker.gpu is not None for worker in layout.workers))
-        # Global to the process; `close` restores it for other clusters of a notebook.
-        self._stack.enter_context(set_config(forks=forks))
         self._layout = layout
         self._env: dict[str, str] = {}
-        # Device locks of this start; processes of earlier starts have ended.
-        self._lock_dir = self._stack.enter_context(TemporaryFolder("devices"))
-        remove_abandoned_semaphores()
-        if forks:
-            start_fork_server(WORKER_IMPORTS)
-            # The fork server may have the environment and the umask of an earlier run.
-            forked = {ZYGOTE_ADDRESS: start_zygote(), UMASK_VARIABLE: str(umask())}
-            self._env = {**os.environ, **forked}
         self._security = Security.temporary() if tls else None
         self._comm = {"host": "127.0.0.1", "protocol": "tls://" if tls else "tcp://"}
         self._plans = list(layout.workers)
         self._num_named = len(self._plans)  # names are never used again
         # Two roles may scale at the same time.
         self._scaling = threading.Lock()
-        with contextlib.ExitStack() as failing:
-            failing.callback(self._stack.close)
+        with contextlib.ExitStack() as stack:
+            # Global to the process; `close` restores it for other clusters of a notebook.
+            stack.enter_context(set_config(forks=forks))
+            # Device locks of this start; processes of earlier starts have ended.
+            self._lock_dir = stack.enter_context(TemporaryFolder("devices"))
+            remove_abandoned_semaphores()
+            if forks:
+                start_fork_server(WORKER_IMPORTS)
+                # The fork server may have the environment and the umask of an earlier run.
+                forked = {ZYGOTE_ADDRESS: start_zygote(), UMASK_VARIABLE: str(umask())}
+                self._env = {**os.environ, **forked}
+            stack.callback(sweep)  # weights that ended workers had mapped
             self._cluster = self._start(layout, dashboard_address)
+            stack.callback(close_in_turn, self._cluster)
             self.client = connect(self._cluster)
-            failing.callback(close_in_turn, self.client, self._cluster)
+            stack.callback(close_in_turn, self.client)
             try:
                 self.client.wait_for_workers(len(layout.workers), timeout=_START_DEADLINE_S)
             except TimeoutError as error:
                 text = f"{len(layout.workers)} local workers did not start in {_START_DEADLINE_S} s"
                 raise WaitTimeout(text) from error
-            failing.pop_all()  # from now on `close` does this
+            self._stack = stack.pop_all()
 
     def _start(self, layout: Layout, dashboard_address: str | None) -> SpecCluster:
         workers = {worker.name: self._worker_spec(worker) for worker in layout.workers}
@@ -148,8 +148,6 @@ class LocalCluster(Cluster):
 
     def close(self) -> None:
         """Close client, workers and scheduler, and restore the configuration of Dask."""
-        close_in_turn(self.client, self._cluster)
-        sweep()  # weights that ended workers had mapped
         self._stack.close()
 
 

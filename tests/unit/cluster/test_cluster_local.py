@@ -10,11 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import dask
+import distributed
 import psutil
 import pytest
 
+from rftdask.cluster import local
 from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
+from rftdask.errors import RoleError
 
 PLANS = (WorkerPlan("trainer-0", (TRAINER_RESOURCE, "control"), 1), WorkerPlan("explorer-0", (EXPLORER_RESOURCE,), 1))
 TITLES = """
@@ -102,6 +106,20 @@ def test_no_socket_of_a_local_cluster_trusts_strangers(cluster: LocalCluster, of
 
 def test_a_local_cluster_listens_only_on_loopback(cluster: LocalCluster, of_others: set[int]) -> None:
     assert {address.ip for address in listening() if address.port not in of_others} == {"127.0.0.1"}
+
+
+def test_a_failed_start_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(started: distributed.SpecCluster) -> distributed.Client:
+        cluster.append(started)
+        raise RoleError("the start of Dask's client was cancelled")
+
+    cluster: list[distributed.SpecCluster] = []
+    monkeypatch.setattr(local, "connect", fail)
+    before = dask.config.get("distributed.scheduler.allowed-failures")
+    with pytest.raises(RoleError, match="was cancelled"):
+        LocalCluster(Layout(PLANS))
+    assert cluster[0].status.name == "closed"
+    assert dask.config.get("distributed.scheduler.allowed-failures") == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forks only on Linux")
