@@ -43,12 +43,10 @@ from rftdask.cluster.layout import (
     TRAINER_RESOURCE,
     WORKER_IMPORTS,
     Layout,
-    amount_of,
-    auxiliary_sizes,
     imports_ahead,
     plan_jobs,
 )
-from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE, worker_spec
+from rftdask.cluster.preloads import UMASK_VARIABLE, worker_options, worker_spec
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config
 from rftdask.errors import FencedError, NotInstalledError, RftError, RoleError, UserError, WaitTimeout
@@ -85,16 +83,13 @@ _START_DEADLINE_S = 120
 log = logging.getLogger(__name__)
 
 
-def worker_options(config: Config, role: str) -> list[str]:
+def join_options(config: Config, role: str) -> list[str]:
     """Options of rftdask.cluster.join for a worker of a role, the same on all batch systems."""
     stages = config.stage_configs()
     colocates = role != AUXILIARY_RESOURCE and any(stage.cluster.colocate for stage in stages)
     roles = [TRAINER_RESOURCE, EXPLORER_RESOURCE] if colocates else [role]
     imports = ",".join(imports_ahead(stages, roles))
-    # One task at a time, whose data is in a child process, which the nanny does not measure.
-    amount = amount_of(role, max(auxiliary_sizes(stages), default=1))
-    options = f"--resources {role}={amount} --no-dashboard --nthreads 1 --memory-limit 0".split()
-    return [*options, *(["--imports", imports] if imports else []), *LEAVING]
+    return [*worker_options(role, stages), *(["--imports", imports] if imports else [])]
 
 
 def call(*command: str, stdin: str = "", stream: str = "stdout") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,6 +112,11 @@ def walltime_timer(after_s: float) -> str:
 def takes_sources(folder: SecretsDir) -> str:
     """Return the shell that makes a job and its children import the submitted sources."""
     return f"export {SUBMITTED}={shlex.quote(str(folder.path / SOURCES_FOLDER))}"
+
+
+def python_of(config: Config) -> str:
+    """Return the Python interpreter of the jobs, quoted: cluster.python, or the one of this process."""
+    return shlex.quote(config.cluster.python or sys.executable)
 
 
 def staging(config: Config) -> list[str]:

@@ -12,7 +12,6 @@ import importlib
 import re
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,14 +26,15 @@ from rftdask.cluster.batch_cluster import (
     SubmitOptions,
     call,
     check_not_submitted,
+    join_options,
     log_folder,
-    worker_options,
 )
 from rftdask.cluster.driver_script import (
     DRIVER_OPTIONS,
     WARNING_S,
     HostSystem,
     driver_shell,
+    python_of,
     staging,
     takes_sources,
     walltime_timer,
@@ -161,9 +161,9 @@ class JobQueueCluster(BatchCluster):
             "local_directory": "${TMPDIR:-/tmp}",
             # Starts a new worker for each scheduler of the run.
             "worker_command": "rftdask.cluster.join",
-            "worker_extra_args": worker_options(config, role),
+            "worker_extra_args": join_options(config, role),
             # Replaces the shell of the script, so that the worker receives signals of the batch system.
-            "python": f"exec {shlex.quote(config.cluster.python or sys.executable)}",
+            "python": f"exec {python_of(config)}",
             "log_directory": str(log_path),
             "name": f"{name}-{cls.job_number}-0",
             **common,
@@ -186,7 +186,7 @@ class JobQueueCluster(BatchCluster):
         check_not_submitted(storage)
         layout, logs = cls.plan(config, config.stage_configs()), log_folder(storage, folder)
         restarts, path = shlex.quote(str(folder.path / _RESTARTS_FILE)), str(folder.path / CONFIG_FILE)
-        python = shlex.quote(config.cluster.python or sys.executable)
+        python = python_of(config)
         walltime_s = cls.walltime_s(config)
         # These systems have no common way to requeue a job, so the job submits its successor.
         submit_next = f"{python} -m rftdask.cluster.resubmit {shlex.quote(path)}"

@@ -23,15 +23,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rftdask.cluster.layout import (
-    EXPLORER_RESOURCE,
-    TRAINER_RESOURCE,
-    WORKER_IMPORTS,
-    amount_of,
-    auxiliary_sizes,
-    imports_ahead,
-)
-from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE
+from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, WORKER_IMPORTS, imports_ahead
+from rftdask.cluster.preloads import UMASK_VARIABLE, worker_options
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
 from rftdask.errors import RoleError
@@ -62,15 +55,13 @@ def join(config: Config, folder: SecretsDir, role: str, patience_s: float) -> in
     if config.cluster.local_cache_dir is not None:
         stage_here(config.cluster.local_cache_dir, config.cluster.stage_keep)
     job = os.environ.get("SLURM_JOB_ID", socket.gethostname())
-    largest = max(auxiliary_sizes(config.stage_configs()), default=1)
     return _keep_worker(
         folder,
         f"{role}-{os.environ.get('SLURM_PROCID', '0')}-{job}-{os.getpid()}",
         [
             *folder.worker_options(config.cluster.tls, config.cluster.interface),
-            *f"--resources {role}={amount_of(role, largest)} --nthreads 1 --memory-limit 0 --no-dashboard".split(),
-            *(*LEAVING, "--death-timeout", f"{patience_s:.0f}"),
-            *("--local-directory", os.environ.get("TMPDIR", "/tmp")),
+            *worker_options(role, config.stage_configs()),
+            *("--death-timeout", f"{patience_s:.0f}", "--local-directory", os.environ.get("TMPDIR", "/tmp")),
         ],
         imports_ahead(config.stage_configs(), [role]),
         patience_s,

@@ -18,15 +18,18 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import setproctitle
 
-from rftdask.cluster.layout import AUXILIARY_RESOURCE, EXPLORER_RESOURCE
+from rftdask.cluster.layout import AUXILIARY_RESOURCE, EXPLORER_RESOURCE, amount_of, auxiliary_sizes
 from rftdask.processes.dask_task import LEAVING_TOPIC
 from rftdask.processes.usage import METER, Meter
 from rftdask.processes.zygote import SIGNALS, die_with_parent, reseed_numpy
+
+if TYPE_CHECKING:
+    from rftdask.config import Config
 
 MODULE = __name__
 """Value of Dask's option --preload."""
@@ -45,8 +48,14 @@ _REPORT_S = 3.0
 _NEW_OBJECTS = 50_000
 """Threshold of the garbage collector. A work unit creates as many objects and no cycles; with Python's default of 700
 the collector takes a fifth of the worker's time."""
-LEAVING = ("--preload", MODULE, "--preload-nanny", MODULE)
-"""Options of `dask worker` in a batch job."""
+
+
+def worker_options(role: str, stages: Sequence[Config]) -> list[str]:
+    """Return options of `dask worker` for a worker of a role in a batch job or of `rftdask join`."""
+    amount = amount_of(role, max(auxiliary_sizes(stages), default=1))
+    # One task at a time, whose data is in a child process, which the nanny does not measure.
+    options = f"--resources {role}={amount} --no-dashboard --nthreads 1 --memory-limit 0".split()
+    return [*options, "--preload", MODULE, "--preload-nanny", MODULE]
 
 
 def grace(resources: Collection[str]) -> dict[str, str]:

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,8 +30,8 @@ from rftdask.cluster.batch_cluster import (
     SubmitOptions,
     call,
     check_not_submitted,
+    join_options,
     log_folder,
-    worker_options,
 )
 from rftdask.cluster.driver_script import (
     DRIVER_OPTIONS,
@@ -40,6 +39,7 @@ from rftdask.cluster.driver_script import (
     WARNING_S,
     HostSystem,
     driver_shell,
+    python_of,
     staging,
     takes_sources,
 )
@@ -578,7 +578,7 @@ def command_of(config: Config, role: str, arguments: str, srun: str = "") -> str
 
     Args: srun: prefix for several tasks. Raises: UserError: the site's template fails.
     """
-    python = shlex.quote(config.cluster.python or sys.executable)
+    python = python_of(config)
     values = {"python": python, "arguments": arguments, "command": f"{python} {arguments}", "srun": srun}
     return " ".join(_render(config, role, **values).split("\n")).strip()
 
@@ -674,7 +674,7 @@ def _worker(config: Config, role: str, folder: SecretsDir, span: int) -> str:
             *(("--span", str(span)) if span > 1 else ()),
             *(("--engine-every", str(_gpus_of_engines(config))) if role == TRAINER_RESOURCE and colocates else ()),
             *folder.worker_options(config.cluster.tls, config.cluster.interface),
-            *(*worker_options(config, role), "--death-timeout", str(DEATH_TIMEOUT_S)),
+            *(*join_options(config, role), "--death-timeout", str(DEATH_TIMEOUT_S)),
         ]
     )
 
