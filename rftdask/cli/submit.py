@@ -18,14 +18,7 @@ import typer
 
 from rftdask.cli.common import AcceptChanges, ConfigFile, Origin, Overrides, load, say, warn, with_run_name
 from rftdask.cluster.base import find_cluster
-from rftdask.cluster.batch_cluster import (
-    BatchCluster,
-    SubmitOptions,
-    check_not_submitted,
-    forget_job,
-    log_folder,
-    system_of,
-)
+from rftdask.cluster.batch_cluster import BatchCluster, SubmitOptions, check_not_submitted, forget_job, log_folder
 from rftdask.cluster.driver_script import PATIENCE_S, SOURCES_FOLDER
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, ScriptPlan, write_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
@@ -90,7 +83,7 @@ def submit(
     submission.system.check_scripts(submission.plan)
     for job in submission.submit(fingerprints):
         say(f"submitted {job.name} as job {job.job_id}")
-        if not system_of(job).is_requeued(job.job_id):
+        if not submission.system.is_requeued(job.job_id):
             warn((NO_REQUEUE,))
     say(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")
 
@@ -137,9 +130,9 @@ class Submission:
 def plan_submission(config: Config, options: SubmitOptions | None = None) -> Submission:
     """Make the scripts of a run. Raises: UserError: an impossible layout; FencedError: the run is running or queued."""
     forget_job()
-    if find_cluster(config.cluster.type).is_one_machine:
-        config = replace(config, {"cluster.type": "slurm"})
     kind = find_cluster(config.cluster.type, config.explorer.plugin_dirs)
+    if kind.is_one_machine:
+        config, kind = replace(config, {"cluster.type": "slurm"}), find_cluster("slurm")
     if not issubclass(kind, BatchCluster):
         raise UserError(
             f"rftdask submit needs a batch system, and cluster.type is {config.cluster.type}; use rftdask run"

@@ -49,6 +49,7 @@ from rftdask.cluster.layout import (
 from rftdask.cluster.preloads import UMASK_VARIABLE, worker_options, worker_spec
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config
+from rftdask.config.plugins import plugin_folders
 from rftdask.errors import FencedError, NotInstalledError, RftError, RoleError, UserError, WaitTimeout
 from rftdask.processes.dask_cluster import call_on_loss, connect, set_config, start_dask
 from rftdask.processes.dask_task import workers_of
@@ -322,6 +323,15 @@ class BatchCluster(RemoteWorkersCluster):
         """Number of workers in each job of a role, which has `num_workers` in total."""
         return 1
 
+    @classmethod
+    def record(cls, config: Config, role: str, name: str, job_id: str, script: str = "") -> JobRecord:
+        """Record of a job that was submitted now."""
+        # A plug-in is named by its path, as a class without cluster_type.
+        own_type = cls.__dict__.get("cluster_type", "") if cls.__module__.startswith("rftdask.") else ""
+        folders = tuple(map(str, plugin_folders(config.explorer.plugin_dirs)))
+        system = own_type or f"{cls.__module__}.{cls.__qualname__}"
+        return JobRecord(role, name, job_id, system, time.time(), script=script, plugin_dirs=folders)
+
     def __init__(self, config: Config, layout: Layout, folder: SecretsDir, storage: Storage) -> None:
         self._config = config
         self._storage = storage
@@ -535,10 +545,7 @@ class BatchCluster(RemoteWorkersCluster):
             raise RoleError(f"the job of {name} could not be submitted: {error}") from error
         self._failed_submits = 0
         log.info("submitted job %s (%s)", job_id, name)
-        now_s = time.time()
-        # A class without cluster_type is named by its path.
-        system = self.cluster_type or f"{type(self).__module__}.{type(self).__qualname__}"
-        self._jobs[role].append(JobRecord(role, name, job_id, system, now_s, script=self._scripts[role]))
+        self._jobs[role].append(self.record(self._config, role, name, job_id, self._scripts[role]))
         self._note()  # at once, so that the next driver knows the job if this one is killed
         return True
 
@@ -552,7 +559,7 @@ class BatchCluster(RemoteWorkersCluster):
 
 def system_of(job: JobRecord) -> type[BatchCluster]:
     """Class of a job's batch system."""
-    system = find_cluster(job.system)
+    system = find_cluster(job.system, job.plugin_dirs)
     assert issubclass(system, BatchCluster), job
     return system
 

@@ -12,7 +12,6 @@ import importlib
 import re
 import shlex
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -221,7 +220,7 @@ class JobQueueCluster(BatchCluster):
             asyncio.run(asyncio.wait_for(job.start(), SUBMIT_S))
         except (RuntimeError, TimeoutError, OSError, ValueError) as error:
             raise RoleError(f"{config.cluster.type} refuses the job of the controller: {error}") from error
-        return JobRecord(CONTROLLER, CONTROLLER, str(job.job_id), config.cluster.type, time.time())
+        return cls.record(config, CONTROLLER, CONTROLLER, str(job.job_id))
 
     @classmethod
     def render_scripts(cls, folder: SecretsDir, plan: ScriptPlan) -> str:

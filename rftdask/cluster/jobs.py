@@ -47,7 +47,7 @@ class JobRecord:
     name: str
     job_id: str
     system: str
-    """Batch system, as cluster.type."""
+    """Batch system, as cluster.type, or the path of its class."""
     submitted_s: float
     """Unix time."""
     joined: bool = False
@@ -56,6 +56,8 @@ class JobRecord:
     """Unix time at which its worker, which had joined, was lost."""
     script: str = ""
     """Hash of its script. A later driver takes over jobs with the script that it would submit."""
+    plugin_dirs: tuple[str, ...] = ()
+    """Plug-in folders of its run, one of which may have the class of the batch system."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ def read_jobs(storage: Storage, file: str = "") -> list[JobRecord]:
     jobs: list[JobRecord] = []
     for path in files:
         # The batch system knows the jobs, so an incomplete list is not an error.
-        with suppress(NotFoundError, ValueError, TypeError):
-            jobs += [JobRecord(**row) for row in parse_json(storage.get(path))]
+        with suppress(NotFoundError, ValueError, TypeError, AttributeError):
+            rows = parse_json(storage.get(path))
+            jobs += [JobRecord(**{**row, "plugin_dirs": tuple(row.get("plugin_dirs", ()))}) for row in rows]
     return jobs

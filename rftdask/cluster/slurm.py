@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -341,7 +340,7 @@ class SlurmCluster(BatchCluster):
                     waits = [config.cluster.slurm.dependency, f"afterany:{after}" if after is not None else None]
                     options = [f"--dependency={','.join(filter(None, waits))}"] if any(waits) else []
                 job_id = sbatch(str(path), *options)
-                jobs[script.name] = JobRecord(script.role, script.name, job_id, cls.cluster_type, time.time())
+                jobs[script.name] = cls.record(config, script.role, script.name, job_id)
         # The rest of a chain would wait for jobs that never come.
         except BaseException:
             cls.cancel(*(job.job_id for job in jobs.values()))

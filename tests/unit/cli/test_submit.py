@@ -85,6 +85,37 @@ def test_on_every_batch_system_a_controller_submits_jobs(
         plan_submission(config, SubmitOptions(single_allocation=True))
 
 
+def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:
+    """Put shell scripts first on PATH."""
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+PLUGIN = r"""
+from rftdask.cluster.jobqueue import PbsCluster
+
+class SitePbs(PbsCluster):
+    list_command = ("sitestat",)
+    row = r"^(?P<id>\d+) (?P<state>\w)$"
+"""
+
+
+def test_a_batch_system_may_be_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "site_batch_system.py").write_text(PLUGIN)
+    commands(tmp_path, monkeypatch, qsub="echo 7.pbs", sitestat="echo 7 R")
+    keys = ("cluster.type=SitePbs", "cluster.options={cores: 1, memory: 1GB}")
+    config = configured(tmp_path, *keys, f"explorer.plugin_dirs=[{tmp_path}/plugins]")
+    [job] = plan_submission(config).submit()
+    assert (job.job_id, job.system) == ("7", "site_batch_system.SitePbs")
+    # Another process has not imported the folder.
+    status = [sys.executable, "-m", "rftdask", "status", config.checkpoint_job_dir]
+    done = subprocess.run(status, capture_output=True, text=True, timeout=60, check=False)
+    assert "job 7        controller     RUNNING" in done.stdout, done
+
+
 def test_the_controller_is_requeued_and_warned(tmp_path: Path) -> None:
     config = configured(tmp_path, "cluster.slurm.controller.partition=long")
     text = controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
@@ -139,15 +170,8 @@ def test_scripts_are_shown_with_the_prediction_of_slurm(tmp_path: Path, monkeypa
 
 
 def test_of_two_simultaneous_submits_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = {
-        "sbatch": "cat >/dev/null; echo 7",
-        "squeue": "echo 7 7 PENDING 0:00 Priority",
-        "sinfo": "echo 'm|4|8|gpu:1|9|1'",
-    }
-    for name, body in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    queued, partition = "echo 7 7 PENDING 0:00 Priority", "echo 'm|4|8|gpu:1|9|1'"
+    commands(tmp_path, monkeypatch, sbatch="cat >/dev/null; echo 7", squeue=queued, sinfo=partition)
     first, second = (plan_submission(configured(tmp_path)) for _ in range(2))
     with ThreadPoolExecutor(2) as threads:
         submits = [threads.submit(each.submit) for each in (first, second)]
