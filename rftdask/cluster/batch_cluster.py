@@ -7,6 +7,7 @@ place in the queue, and cancels the others.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -16,10 +17,10 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from rftdask.cluster.base import Cluster, close_in_turn, find_cluster
 from rftdask.cluster.jobs import (
@@ -81,6 +82,8 @@ DEATH_TIMEOUT_S = 600
 """Time without a scheduler until a worker ends, and its job with it."""
 _START_DEADLINE_S = 120
 
+Job = TypeVar("Job", str, JobRecord)
+
 log = logging.getLogger(__name__)
 
 
@@ -98,18 +101,46 @@ def call(*command: str, stdin: str = "", stream: str = "stdout") -> str:
 
     stream: "stdout" or "stderr".
     """
+    pipes: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "input": stdin}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, input=stdin, check=False)
+        done = subprocess.run(command, timeout=_COMMAND_S, check=False, **pipes)
     except FileNotFoundError:
-        raise NotInstalledError(
-            f"{command[0]} is not installed: use a login node of the cluster, or rftdask run with cluster.type=local "
-            "on one machine"
-        ) from None
+        raise not_installed(command[0]) from None
     except subprocess.TimeoutExpired:
-        raise RoleError(f"{' '.join(command)} did not answer in {_COMMAND_S:.0f} s") from None
+        raise no_answer(" ".join(command), _COMMAND_S) from None
     if done.returncode:
         raise RoleError(f"{' '.join(command)} failed ({done.returncode}): {done.stderr.strip()}")
     return str(getattr(done, stream))
+
+
+def not_installed(command: str) -> NotInstalledError:
+    """Return the error for a command of a batch system that is missing on this machine."""
+    return NotInstalledError(
+        f"{command} is not installed: use a login node of the cluster, or rftdask run with cluster.type=local on one "
+        "machine"
+    )
+
+
+def no_answer(command: str, seconds: float) -> RoleError:
+    """Return the error for a command of a batch system that hangs."""
+    return RoleError(
+        f"{command} did not answer in {seconds:g} s: the batch system is overloaded or down; run the command by "
+        "hand, and try again once it answers"
+    )
+
+
+def for_all_jobs(jobs: Iterable[Job], act: Callable[[Job], object]) -> None:
+    """Call `act` for each job, although it fails for some. Raises: RftError: at the end, with all errors."""
+    errors: dict[str, RftError] = {}
+    for job in jobs:
+        try:
+            act(job)
+        except RftError as error:
+            errors[str(error)] = error
+    if len(errors) > 1:
+        raise RoleError("; ".join(errors))
+    for error in errors.values():
+        raise error
 
 
 def forget_job() -> None:
@@ -180,22 +211,28 @@ class RemoteWorkersCluster(Cluster):
             raise UserError(f"cluster.interface: {error}") from error
         self.prepare(config, [])
         forks = sys.platform == "linux"
-        self._restore = set_config(forks=forks)
         # The fork server may have the environment and the umask of an earlier run.
         env = {**os.environ, UMASK_VARIABLE: str(umask())} if forks else {}
         options = {"host": str(host), "protocol": "tls://" if cluster.tls else "tcp://"}
         # One worker on the driver's machine, for the synchronizer, which no rollout may kill.
         control = worker_spec("control-0", {CONTROL_RESOURCE: 1}, env, security=self.security, **options)
-        self._cluster = start_dask({"control-0": control}, cluster.dashboard_address, self.security, **options)
-        self.client = connect(self._cluster)
-        self.address = str(self._cluster.scheduler_address)
-        # Last, because workers connect from now on.
-        folder.write_address(self.address)
-        try:
-            self.client.wait_for_workers(1, timeout=_START_DEADLINE_S)
-        except TimeoutError as error:
-            self.close()
-            raise WaitTimeout(f"the control worker did not start in {_START_DEADLINE_S} s") from error
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(set_config(forks=forks))
+            self._cluster = start_dask({"control-0": control}, cluster.dashboard_address, self.security, **options)
+            stack.callback(close_in_turn, self._cluster)
+            self.client = connect(self._cluster)
+            stack.callback(close_in_turn, self.client)
+            stack.callback(self._remove_address)
+            # Last, because workers connect from now on.
+            folder.write_address(str(self._cluster.scheduler_address))
+            try:
+                self.client.wait_for_workers(1, timeout=_START_DEADLINE_S)
+            except TimeoutError as error:
+                raise WaitTimeout(
+                    f"the control worker did not start in {_START_DEADLINE_S} s; see the log of the driver, and check "
+                    "the load and the memory of its machine"
+                ) from error
+            self._stack = stack.pop_all()
 
     def scale(self, role: str, num_workers: int) -> None:
         """Raises: UserError: this cluster does not start workers."""
@@ -207,11 +244,12 @@ class RemoteWorkersCluster(Cluster):
 
     def close(self) -> None:
         """Close the cluster. Workers end as well, unless the driver may restart (`may_return`)."""
+        self._stack.close()
+
+    def _remove_address(self) -> None:
         # Workers end if there is no address, and wait for the next scheduler if there is an old one.
         if not self.may_return:
-            self._folder.remove_address(self.address)
-        close_in_turn(self.client, self._cluster)
-        self._restore.__exit__(None, None, None)
+            self._folder.remove_address(str(self._cluster.scheduler_address))
 
 
 class BatchCluster(RemoteWorkersCluster):
@@ -222,6 +260,8 @@ class BatchCluster(RemoteWorkersCluster):
 
     cluster_type: ClassVar[str] = ""
     required_extra: ClassVar[str] = "slurm"
+    remedy: ClassVar[str] = "change cluster.options"
+    """What the user can do about a job that can never start, with {role} and {job_id}."""
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
@@ -351,6 +391,8 @@ class BatchCluster(RemoteWorkersCluster):
         self._number = 0
         self._hopeless_since: dict[str, float] = {}
         """Monotonic time since which a job can never start, by job id."""
+        self._cancelled: set[str] = set()
+        """Ids of jobs that this process has cancelled or tried to cancel; their ends are not failed starts."""
         self._refused_until = 0.0
         """Monotonic time before which no optional job is submitted."""
         self._needed: frozenset[str] | None = None
@@ -366,6 +408,7 @@ class BatchCluster(RemoteWorkersCluster):
         # keep their place in the queue, or their nodes.
         earlier = read_jobs(storage, self._file)
         states = self.states([job.job_id for job in earlier]) or {}
+        others: list[JobRecord] = []
         for job in earlier:
             # Names are unique across starts.
             self._number = max(self._number, int(job.name.rpartition("-")[2]) + 1)
@@ -374,10 +417,13 @@ class BatchCluster(RemoteWorkersCluster):
                 self._jobs[job.role].append(dataclasses.replace(job, missing_since_s=None))
             else:
                 log.info("cancelling job %s (%s) of an earlier start", job.job_id, job.name)
-                system_of(job).cancel(job.job_id)
+                others.append(job)
+        for_all_jobs(others, lambda job: system_of(job).cancel(job.job_id))
+        # If it fails, the jobs of an earlier start stay in the list on storage, for the next start or a cancel.
         super().__init__(config, layout, folder)
-        call_on_loss(self._cluster, self._on_loss)
         self._thread = threading.Thread(target=self._keep, name="jobs", daemon=True)
+        self._stack.callback(self._end_jobs)
+        call_on_loss(self._cluster, self._on_loss)
         self._thread.start()
 
     def scale(self, role: str, num_workers: int) -> None:
@@ -409,18 +455,18 @@ class BatchCluster(RemoteWorkersCluster):
         """True if the script of the controller's job has created the marker."""
         return (self._folder.base / RETURNS_FILE).exists()
 
-    def close(self) -> None:
+    def _end_jobs(self) -> None:
         """Cancel all jobs, or leave them to the next driver if this one is queued again (`may_return`)."""
-        if not self._closed.is_set():
-            # First, because the thread would replace cancelled jobs.
-            self._closed.set()
-            self._wake.set()
-            self._thread.join(SUBMIT_S)
+        # First, because the thread would replace cancelled jobs.
+        self._closed.set()
+        self._wake.set()
+        self._thread.join(SUBMIT_S)
+        try:
             if not (self.may_return and self.comes_back()):
                 self.cancel(*(job.job_id for jobs in self._jobs.values() for job in jobs))
                 self._jobs = {role: [] for role in ROLES}
+        finally:  # if a job could not be cancelled, the list has all of them
             self._note()
-            super().close()
 
     def _keep(self) -> None:
         while not self._closed.is_set():
@@ -471,18 +517,20 @@ class BatchCluster(RemoteWorkersCluster):
                 self._check_can_start(role, jobs, states)
             reasons = {job.job_id: self.reason(job.job_id) for job in jobs if job.job_id not in alive}
             # Jobs that were ended from outside are not failed starts.
-            taken = frozenset(job_id for job_id, reason in reasons.items() if reason.startswith(_TAKEN))
+            taken = self._cancelled.union(job_id for job_id, why in reasons.items() if why.startswith(_TAKEN))
             failed, per_job = self._failed_starts[role], self._per_job[role]
             asked = self._asked[role] if role in needed else 0
             ending = frozenset(job_id for job_id, state in (states or {}).items() if self.is_ending(state))
-            change = plan_role(jobs, alive, asked, failed, taken, per_job, ending)
+            change = plan_role(jobs, alive, asked, failed, frozenset(taken), per_job, ending)
             for job in change.lost:
                 log.warning("job %s (%s) ended: %s", job.job_id, job.name, reasons[job.job_id] or _NO_REASON)
-            gone = {job.job_id for job in (*change.lost, *change.cancel)}
-            # Before cancelling and submitting, which may fail.
-            self._jobs[role] = [job for job in jobs if job.job_id not in gone]
+            # Before cancelling and submitting, which may fail. A job that could not be cancelled is cancelled again.
+            self._jobs[role] = [job for job in jobs if job not in change.lost]
             self._failed_starts[role] = change.num_failed_starts
-            self.cancel(*(job.job_id for job in change.cancel))
+            cancelled = [job.job_id for job in change.cancel]
+            self._cancelled.update(cancelled)
+            self.cancel(*cancelled)
+            self._jobs[role] = [job for job in self._jobs[role] if job not in change.cancel]
             # The last lines of the log show the reason, mostly a missing module or a wrong partition.
             if change.num_failed_starts >= MAX_FAILED_STARTS and change.lost:
                 last = change.lost[-1].job_id
@@ -516,8 +564,8 @@ class BatchCluster(RemoteWorkersCluster):
                 log.warning("job %s (%s) cannot start: %s", job.job_id, job.name, state)
             if now - since > _HOPELESS_S and not any(other.joined for other in jobs):
                 raise JobLimitReached(
-                    f"cluster: job {job.job_id} ({job.name}) can never start: {state}; change "
-                    f"cluster.slurm.{role} (partition, walltime, cpus, memory, gres, account, directives)"
+                    f"cluster: job {job.job_id} ({job.name}) can never start: {state}; "
+                    + self.remedy.format(role=role, job_id=job.job_id)
                 )
 
     def _submit(self, role: str) -> bool:

@@ -25,6 +25,7 @@ from rftdask.cluster.batch_cluster import (
     SubmitOptions,
     call,
     check_not_submitted,
+    for_all_jobs,
     join_options,
     log_folder,
 )
@@ -117,12 +118,17 @@ class JobQueueCluster(BatchCluster):
     @classmethod
     def cancel(cls, *job_ids: str) -> None:
         """Cancel each job, unless it has ended."""
-        for job_id in job_ids:
+        command = cls.load_job_class().cancel_command.split()
+
+        def cancel_one(job_id: str) -> None:
             try:
-                call(*cls.load_job_class().cancel_command.split(), job_id)
+                call(*command, job_id)
             except RoleError:
-                if job_id in (cls.states([job_id]) or {}):
+                states = cls.states([job_id])
+                if states is None or job_id in states:
                     raise
+
+        for_all_jobs(job_ids, cancel_one)
 
     @classmethod
     def load_job_class(cls) -> Any:

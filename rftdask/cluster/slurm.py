@@ -29,6 +29,7 @@ from rftdask.cluster.batch_cluster import (
     SubmitOptions,
     call,
     check_not_submitted,
+    for_all_jobs,
     join_options,
     log_folder,
 )
@@ -140,6 +141,7 @@ class SlurmCluster(BatchCluster):
     spans_nodes: ClassVar[bool] = True
     # For the keys of TLS. Jobs of dask-jobqueue have only one task on one node.
     required_package: ClassVar[str | None] = "cryptography"
+    remedy = "change cluster.slurm.{role} (partition, walltime, cpus, memory, gres, account, directives)"
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
@@ -410,15 +412,19 @@ class SlurmStepsCluster(SlurmCluster):
     @classmethod
     def cancel(cls, *job_ids: str) -> None:
         """Terminate each srun, which ends its tasks. Idempotent."""
-        for job_id in job_ids:
-            if (process := _process_of(job_id)) is not None:
+        steps = {job_id: process for job_id in job_ids if (process := _process_of(job_id)) is not None}
+        for process in steps.values():
+            with suppress(psutil.NoSuchProcess):
                 process.terminate()
-                # A second signal would end srun without its tasks.
-                if job_id in _steps:
-                    try:
-                        _steps[job_id].wait(_END_S)
-                    except subprocess.TimeoutExpired:
-                        raise RoleError(f"step {job_id} did not end in {_END_S:.0f} s") from None
+
+        def wait(job_id: str) -> None:
+            # A second signal would end srun without its tasks.
+            try:
+                _steps[job_id].wait(_END_S)
+            except subprocess.TimeoutExpired:
+                raise RoleError(f"step {job_id} did not end in {_END_S:.0f} s") from None
+
+        for_all_jobs([job_id for job_id in steps if job_id in _steps], wait)
 
 
 def controller_text(config: Config, folder: SecretsDir, storage: Storage) -> str:

@@ -15,8 +15,8 @@ from socket import gethostname
 from time import sleep
 from typing import TYPE_CHECKING
 
-from rftdask.cluster.batch_cluster import log_folder, states_of, system_of
-from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, read_jobs
+from rftdask.cluster.batch_cluster import for_all_jobs, log_folder, states_of, system_of
+from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, JobRecord, read_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, NotFoundError, UserError, WaitTimeout
@@ -61,14 +61,17 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     # Created before the jobs are listed, so that a driver which starts in between finds it and ends.
     (folder.path / CANCELLED_FILE).touch(mode=0o600)
     alive, by_file = states_of(drivers), False
-    for job in drivers:
-        state = alive.get(job.job_id)
-        if state is not None and not state.startswith("PENDING"):
-            say(f"job {job.job_id} ({job.name}) writes a checkpoint and ends")
-            by_file |= not system_of(job).interrupt(job.job_id)
-        elif state is not None:
+
+    def end(job: JobRecord) -> None:
+        nonlocal by_file
+        if alive[job.job_id].startswith("PENDING"):
             say(f"job {job.job_id} ({job.name}) had not started; it is cancelled")
             system_of(job).cancel(job.job_id)
+        else:
+            say(f"job {job.job_id} ({job.name}) writes a checkpoint and ends")
+            by_file |= not system_of(job).interrupt(job.job_id)
+
+    for_all_jobs([job for job in drivers if job.job_id in alive], end)
 
     def has_ended() -> bool:
         active = states_of(drivers)
@@ -80,8 +83,8 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
 
     in_time = wait_for(has_ended, deadline_s, _POLL_INTERVAL_S)
     # Also the workers, in case the driver could not cancel them.
-    for job in (*drivers, *(job for job in read_jobs(storage) if job.role not in DRIVER_ROLES)):
-        system_of(job).cancel(job.job_id)
+    workers = [job for job in read_jobs(storage) if job.role not in DRIVER_ROLES]
+    for_all_jobs([*drivers, *workers], lambda job: system_of(job).cancel(job.job_id))
     if not in_time:
         raise WaitTimeout(f"the run had not ended after {deadline_s:.0f} s: its jobs were killed, its checkpoints stay")
 

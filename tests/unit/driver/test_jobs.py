@@ -4,8 +4,9 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -15,9 +16,9 @@ from rftdask.cli.app import app
 from rftdask.cluster.jobs import SUBMITTED_FILE, JobRecord, write_jobs
 from rftdask.cluster.join import join
 from rftdask.cluster.secrets_dir import SecretsDir
-from rftdask.cluster.slurm import NO_BOOKS
+from rftdask.cluster.slurm import NO_BOOKS, SlurmCluster
 from rftdask.config import load_config
-from rftdask.driver.jobs import follow_logs, read_logs
+from rftdask.driver.jobs import cancel, follow_logs, read_logs
 from rftdask.errors import DataError, RoleError
 from rftdask.reports.jobs import JobStatus, read_run_jobs, why_not_running
 from rftdask.reports.page.report_file import report_run
@@ -96,6 +97,32 @@ def test_usage_of_jobs_comes_from_slurm_accounting(tmp_path: Path, monkeypatch: 
     without = read_run_jobs(str(run))
     assert without.usage is None and without.usage_unknown == NO_BOOKS
     assert NO_BOOKS in Path(report_run(run)).read_text()
+
+
+class EndedSystem(SlurmCluster):
+    """A batch system whose jobs have ended, and whose first two cannot be cancelled."""
+
+    tried: ClassVar[list[str]] = []
+
+    @classmethod
+    def states(cls, job_ids: Sequence[str]) -> dict[str, str]:
+        return {}
+
+    @classmethod
+    def cancel(cls, *job_ids: str) -> None:
+        cls.tried.extend(job_ids)
+        if job_ids[0] in ("1", "2"):
+            raise RoleError(f"scancel {job_ids[0]} failed")
+
+
+def test_all_jobs_of_a_run_are_cancelled_although_one_fails(tmp_path: Path) -> None:
+    (begun(tmp_path) / "control" / "private").mkdir(parents=True)
+    system = f"{__name__}.EndedSystem"
+    jobs = [JobRecord(role, role, str(n), system, 0.0) for n, role in enumerate(("explore", "train", "explorer"), 1)]
+    write_jobs(open_storage(tmp_path), jobs, SUBMITTED_FILE)
+    with pytest.raises(RoleError, match="scancel 1 failed; scancel 2 failed"):
+        cancel(str(tmp_path), 1.0, print)
+    assert EndedSystem.tried == ["1", "2", "3"]
 
 
 def test_a_run_with_an_owner_is_running(tmp_path: Path) -> None:
