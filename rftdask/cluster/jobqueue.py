@@ -7,11 +7,15 @@ lists its jobs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import getpass
 import importlib
 import re
 import shlex
+import shutil
 import signal
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +32,8 @@ from rftdask.cluster.batch_cluster import (
     for_all_jobs,
     join_options,
     log_folder,
+    no_answer,
+    not_installed,
 )
 from rftdask.cluster.driver_script import (
     DRIVER_OPTIONS,
@@ -48,6 +54,8 @@ from rftdask.storage import Storage
 
 DRIVER_FILE = "driver.sh"
 _RESTARTS_FILE = "restarts"
+_IMPORT_LOCK = threading.Lock()
+"""Held while `signal.signal` is replaced, since two threads would restore each other's replacement."""
 
 
 class JobQueueCluster(BatchCluster):
@@ -73,6 +81,8 @@ class JobQueueCluster(BatchCluster):
     """Error text of the command if the user has no jobs."""
     walltime_unit_s: ClassVar[float] = 1.0
     """Unit of the last part of a walltime."""
+    walltime_parts: ClassVar[int] = 1
+    """Number of parts of a walltime; a shorter one lacks its last parts."""
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
@@ -134,9 +144,11 @@ class JobQueueCluster(BatchCluster):
     def load_job_class(cls) -> Any:
         """Job class of dask-jobqueue, an optional package that reads its configuration when it is imported."""
         module, _, name = cls.job_class.rpartition(".")
-        # Its import installs a handler of SIGINT, which the driver needs, and which fails outside the main thread.
-        with mock.patch.object(signal, "signal"):
-            return getattr(importlib.import_module(module), name)
+        with _IMPORT_LOCK:
+            # Its import installs a handler of SIGINT, which the driver needs, and which fails outside the main thread.
+            patch = mock.patch.object(signal, "signal") if module not in sys.modules else contextlib.nullcontext()
+            with patch:
+                return getattr(importlib.import_module(module), name)
 
     @classmethod
     def job_script(cls, config: Config, role: str, num_workers: int, name: str, folder: SecretsDir, logs: Path) -> str:
@@ -144,10 +156,20 @@ class JobQueueCluster(BatchCluster):
         return str(cls.load_job_class()(**cls.job_options(config, role, name, folder, logs)).job_script())
 
     def start_job(self, role: str, name: str) -> str:
-        """Submit a job. Returns: its id. Raises: RftError, RuntimeError, TimeoutError, OSError, ValueError: refused."""
+        """Submit a job. Returns: its id. Raises: RftError, RuntimeError, OSError, ValueError: refused."""
         job = self.load_job_class()(**self.job_options(self._config, role, name, self._folder, self._logs))
         # The job class expects the loop of the cluster.
-        self._cluster.sync(job.start, callback_timeout=SUBMIT_S)
+        return str(self._cluster.sync(self._submit_job, job))
+
+    @staticmethod
+    async def _submit_job(job: Any) -> str:
+        command = job.submit_command.split()[0]
+        if shutil.which(command) is None:
+            raise not_installed(command)
+        try:
+            await asyncio.wait_for(job.start(), SUBMIT_S)
+        except TimeoutError:
+            raise no_answer(command, SUBMIT_S) from None
         return str(job.job_id)
 
     @classmethod
@@ -223,10 +245,10 @@ class JobQueueCluster(BatchCluster):
         """Submit the controller's job, whose driver shell exists. Raises: RoleError: refused."""
         job = cls.controller(config, folder, log_folder(storage, folder))
         try:
-            asyncio.run(asyncio.wait_for(job.start(), SUBMIT_S))
-        except (RuntimeError, TimeoutError, OSError, ValueError) as error:
+            job_id = asyncio.run(cls._submit_job(job))
+        except (RuntimeError, OSError, ValueError) as error:
             raise RoleError(f"{config.cluster.type} refuses the job of the controller: {error}") from error
-        return cls.record(config, CONTROLLER, CONTROLLER, str(job.job_id))
+        return cls.record(config, CONTROLLER, CONTROLLER, job_id)
 
     @classmethod
     def render_scripts(cls, folder: SecretsDir, plan: ScriptPlan) -> str:
@@ -246,14 +268,17 @@ class JobQueueCluster(BatchCluster):
     @classmethod
     def walltime_s(cls, config: Config) -> float:
         """Walltime of the controller's job in seconds. 0: none, or in an unknown format."""
-        options = config.cluster.options
-        told = str({**options, **options.get(CONTROLLER, {})}.get("walltime", ""))
-        if not re.fullmatch(r"\d+(:\d+)*", told):
+        import dask  # late: dask-jobqueue, which needs it, is an optional package
+
+        options = fill_from_environment(config.cluster.options)
+        walltime = {**options, **options.get(CONTROLLER, {})}.get("walltime")
+        if walltime is None:  # the script has the default of dask-jobqueue, or of the user's configuration of Dask
+            walltime = dask.config.get(f"jobqueue.{cls.load_job_class().config_name}.walltime", "")
+        if not re.fullmatch(r"\d+(:\d+){0,2}", str(walltime)):
             return 0.0
-        seconds = 0.0
-        for part in told.split(":"):
-            seconds = 60 * seconds + int(part)
-        return seconds * cls.walltime_unit_s
+        parts = [int(part) for part in str(walltime).split(":")]
+        parts += [0] * (cls.walltime_parts - len(parts))
+        return sum(part * 60.0**power for power, part in enumerate(reversed(parts))) * cls.walltime_unit_s
 
 
 class PbsCluster(JobQueueCluster):
@@ -291,6 +316,10 @@ class SgeCluster(JobQueueCluster):
     waiting = ("qw", "hqw", "hRwq", "Rq")
     running = ("r", "t", "Rr", "Rt", "s", "S", "T", "dr", "dt")
     stuck = ("Eqw", "Ehqw")
+    remedy = (
+        "qstat -j {job_id} prints the reason; clear the error with qmod -cj {job_id}, or change cluster.options "
+        "(queue, resource_spec, walltime)"
+    )
     job_class: ClassVar[str] = "dask_jobqueue.sge.SGEJob"
     job_number: ClassVar[str] = "${JOB_ID}"
 
@@ -304,6 +333,10 @@ class HTCondorCluster(JobQueueCluster):
     waiting = ("1",)
     running = ("2", "6", "7")
     stuck = ("5",)  # held: it has failed to start, or its user holds it
+    remedy = (
+        "HTCondor holds it: condor_q -hold {job_id} prints the reason; release it with condor_release {job_id}, or "
+        "change cluster.options (memory, disk, job_extra_directives)"
+    )
     job_class: ClassVar[str] = "dask_jobqueue.htcondor.HTCondorJob"
     job_number: ClassVar[str] = "$(ClusterId).$(ProcId)"  # in the submit file, because jobs have no variable
 
@@ -323,12 +356,24 @@ class HTCondorCluster(JobQueueCluster):
 
 
 class OarCluster(JobQueueCluster):
-    """OAR."""
+    """OAR, whose walltimes begin with hours."""
 
     cluster_type: ClassVar[str] = "oar"
     list_command = ("oarstat", "-u", "{user}")
     row = r"^(?P<id>\d+)\s.*?\s(?P<state>[A-Zt])\s"
     waiting = ("W", "H", "t")
     running = ("L", "R", "S", "F")
+    walltime_parts = 3  # 4 and 4:00 are four hours
     job_class: ClassVar[str] = "dask_jobqueue.oar.OARJob"
     job_number: ClassVar[str] = "${OAR_JOB_ID}"
+
+    @classmethod
+    def job_options(cls, config: Config, role: str, name: str, folder: SecretsDir, log_path: Path) -> dict[str, Any]:
+        """Arguments of the job class. Raises: UserError: the walltime is a number, which may be seconds or hours."""
+        options = super().job_options(config, role, name, folder, log_path)
+        if isinstance(walltime := options.get("walltime"), int):
+            raise UserError(
+                f"cluster.options.walltime is the number {walltime}, because YAML reads 10:00:00 without quotes as "
+                "36000; put it in quotes: '10:00:00'"
+            )
+        return options

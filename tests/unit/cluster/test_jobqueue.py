@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from rftdask.cluster import jobqueue
 from rftdask.cluster.base import find_cluster
 from rftdask.cluster.jobqueue import HTCondorCluster, JobQueueCluster, LsfCluster, OarCluster, PbsCluster, SgeCluster
-from rftdask.errors import RoleError
+from rftdask.errors import NotInstalledError, RoleError, UserError
+from rftdask.storage import open_storage
 from tests.unit.cluster.batch_cases import configured, private
 
 
@@ -95,6 +97,70 @@ def test_the_output_of_other_batch_systems_is_parsed(
     assert stuck == ({"7"} if system is SgeCluster else {"14.0"} if system is HTCondorCluster else set())
 
 
+@pytest.mark.parametrize(
+    ("system", "walltime", "seconds", "line"),
+    [
+        (PbsCluster, "'04:00:00'", 14400, "#PBS -l walltime=04:00:00"),
+        (PbsCluster, "3600", 3600, "#PBS -l walltime=3600"),
+        (PbsCluster, None, 1800, "#PBS -l walltime=00:30:00"),
+        (SgeCluster, None, 1800, "#$ -l h_rt=00:30:00"),
+        (LsfCluster, "'4:30'", 16200, "#BSUB -W 4:30"),
+        (LsfCluster, None, 1800, "#BSUB -W 00:30"),
+        (OarCluster, "'4'", 14400, "walltime=4"),
+        (OarCluster, "'4:30'", 16200, "walltime=4:30"),
+        (OarCluster, "'4:00:30'", 14430, "walltime=4:00:30"),
+        (OarCluster, None, 1800, "walltime=00:30:00"),
+    ],
+)
+def test_a_controller_knows_the_walltime_of_its_script(
+    tmp_path: Path, system: type[JobQueueCluster], walltime: str | None, seconds: float, line: str
+) -> None:
+    options = "cores: 1, memory: 1GB, lsf_units: mb, " if system is LsfCluster else "cores: 1, memory: 1GB, "
+    options += "memory_per_core_property_name: not_applicable, " if system is OarCluster else ""
+    options += f"controller: {{walltime: {walltime}}}" if walltime else ""
+    config = configured(tmp_path, f"cluster.type={system.cluster_type}", f"cluster.options={{{options}}}")
+    assert system.walltime_s(config) == seconds
+    script = system.controller(config, private(config), tmp_path).job_script()
+    assert any(text.endswith(line) for text in script.splitlines()), script
+
+
+def test_a_walltime_of_oar_is_a_text(tmp_path: Path) -> None:
+    config = configured(tmp_path, "cluster.type=oar", "cluster.options={cores: 1, memory: 1GB, walltime: 10:00:00}")
+    with pytest.raises(UserError, match=r"walltime is the number 36000, .* put it in quotes: '10:00:00'"):
+        OarCluster.controller(config, private(config), tmp_path)
+
+
+def test_the_remedy_for_a_held_job_is_one_of_its_system() -> None:
+    for system in (PbsCluster, LsfCluster, SgeCluster, HTCondorCluster, OarCluster):
+        assert "slurm" not in system.remedy and ("{job_id}" in system.remedy) == bool(system.stuck)
+
+
+def test_a_missing_or_hanging_submit_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(tmp_path, "cluster.type=pbs", "cluster.options={cores: 1, memory: 1GB}")
+    storage = open_storage(config.checkpoint_job_dir)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NotInstalledError, match="qsub is not installed: use a login node"):
+        PbsCluster.submit_controller(config, private(config), storage)
+    (tmp_path / "qsub").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    (tmp_path / "qsub").chmod(0o755)
+    monkeypatch.setattr(jobqueue, "SUBMIT_S", 0.3)
+    with pytest.raises(RoleError, match=r"qsub did not answer in 0\.3 s: the batch system is overloaded or down; run"):
+        PbsCluster.submit_controller(config, private(config), storage)
+
+
+def test_a_failed_cancel_is_an_error_unless_the_job_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    qdel = tmp_path / "qdel"
+    qdel.write_text(f'#!/bin/sh\necho "$1" >>{tmp_path}/tried\necho "no $1" >&2; exit 1\n')
+    qdel.chmod(0o755)
+    with pytest.raises(RoleError, match=r"qdel 1 failed \(1\): no 1; qdel 2 failed"):
+        PbsCluster.cancel("1", "2")  # there is no qstat, so they may be alive
+    assert (tmp_path / "tried").read_text() == "1\n2\n"
+    (tmp_path / "qstat").write_text("#!/bin/sh\n")
+    (tmp_path / "qstat").chmod(0o755)
+    PbsCluster.cancel("1", "2")
+
+
 def test_a_missing_command_and_no_jobs_are_no_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert LsfCluster.states(["1"]) is None and LsfCluster.states([]) == {}
@@ -110,13 +176,17 @@ def test_a_missing_command_and_no_jobs_are_no_errors(tmp_path: Path, monkeypatch
 def test_loading_a_batch_system_keeps_the_sigint_handler() -> None:
     code = """
 import signal, threading
-from rftdask.cluster.jobqueue import PbsCluster
+from rftdask.cluster.jobqueue import LsfCluster, PbsCluster
 
-before = signal.getsignal(signal.SIGINT)
+install, before = signal.signal, signal.getsignal(signal.SIGINT)
 loaded = []
-thread = threading.Thread(target=lambda: loaded.append(PbsCluster.load_job_class()))
-thread.start()
-thread.join()
-assert loaded and signal.getsignal(signal.SIGINT) is before
+systems = [PbsCluster, LsfCluster] * 4
+threads = [threading.Thread(target=lambda: loaded.append(system.load_job_class())) for system in systems]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+loaded.append(PbsCluster.load_job_class())
+assert len(loaded) == 9 and signal.getsignal(signal.SIGINT) is before and signal.signal is install
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
