@@ -69,28 +69,28 @@ def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) 
     gpus = f"{ask}.gpus_per_node is {job.gpus_per_node}" if job.gpus_per_node else f"{ask}.gres is {job.gres}"
     if not is_trainer and 1 <= job.num_gpus < gpus_each:
         return _over_nodes(job, num_workers, gpus_each, ask, gpus)
-    each = job.workers_per_node(gpus_each)
+    per_node = job.workers_per_node(gpus_each)
     # Sites without GRES give whole nodes, whose GPUs are not known here.
     if gpus_each > 1 and not job.num_gpus and not job.exclusive:
         raise UserError(
             f"{gpus}, and an engine works on {gpus_each} GPUs (tensor, pipeline and data_parallel_size of "
             f"explorer.rollout_model); set gpu:{gpus_each}"
         )
-    if job.num_gpus and each * gpus_each != job.num_gpus:
+    if job.num_gpus and per_node * gpus_each != job.num_gpus:
         raise UserError(
-            f"{gpus}, and {_counted(each, what)} with {_counted(gpus_each, 'GPU')} each ({ask}.tasks_per_node) use "
-            f"{each * gpus_each} of a node; ask for {each * gpus_each}"
+            f"{gpus}, and {_counted(per_node, what)} with {_counted(gpus_each, 'GPU')} each ({ask}.tasks_per_node) use "
+            f"{per_node * gpus_each} of a node; ask for {per_node * gpus_each}"
         )
     if is_trainer:
-        nodes = job.nodes or (-(-num_workers // each) if each else 0)
-        each = each or -(-num_workers // (nodes or 1))
+        nodes = job.nodes or (-(-num_workers // per_node) if per_node else 0)
+        per_node = per_node or -(-num_workers // (nodes or 1))
     else:
-        nodes, each = job.nodes or min(1, each), each or 1
-    one = JobShape(1, nodes, each)
+        nodes, per_node = job.nodes or min(1, per_node), per_node or 1
+    one = JobShape(1, nodes, per_node)
     if num_workers % one.num_tasks:
         raise UserError(
-            f"cluster: {_counted(num_workers, what)} ({key}), and a job of {_counted(nodes or 1, 'node')} x {each} has "
-            f"{one.num_tasks} ({gpus}; {ask}.nodes, tasks_per_node); set {key} to "
+            f"cluster: {_counted(num_workers, what)} ({key}), and a job of {_counted(nodes or 1, 'node')} x {per_node} "
+            f"has {one.num_tasks} ({gpus}; {ask}.nodes, tasks_per_node); set {key} to "
             f"{-(-num_workers // one.num_tasks) * one.num_tasks}, or ask for less"
         )
     return replace(one, num_jobs=num_workers // one.num_tasks)
@@ -133,55 +133,55 @@ def check_fit(
     # Roles on the same partition share its nodes.
     shared: dict[str, list[str]] = {}
     for role, shape in shapes.items():
-        there = capacities[role]
-        if shape.nodes > there.num_nodes:
+        capacity = capacities[role]
+        if shape.nodes > capacity.num_nodes:
             raise UserError(
                 f"cluster.slurm.{role}: a job of {shape.nodes} nodes with {shape.tasks_per_node} workers each, and "
-                f"partition {there.partition} has {there.num_nodes} nodes with {there.gpus} GPUs; ask for more of each "
-                "node (gres, tasks_per_node)"
+                f"partition {capacity.partition} has {capacity.num_nodes} nodes with {capacity.gpus} GPUs; ask for "
+                "more of each node (gres, tasks_per_node)"
             )
         if shape.num_jobs:
-            shared.setdefault(there.partition, []).append(role)
+            shared.setdefault(capacity.partition, []).append(role)
     for partition, roles in shared.items():
-        there = capacities[roles[0]]
+        capacity = capacities[roles[0]]
         # Requests are per node, or per worker if SLURM places workers.
         counts = {role: shapes[role].num_jobs * (shapes[role].nodes or shapes[role].num_tasks) for role in roles}
         gpus = {role: jobs[role].num_gpus for role in roles}
         cores = {role: jobs[role].cpus * (shapes[role].tasks_per_node if shapes[role].nodes else 1) for role in roles}
-        for what, asked, each in (("GPUs", gpus, there.gpus), ("cores", cores, there.cpus)):
+        for what, asked, available in (("GPUs", gpus, capacity.gpus), ("cores", cores, capacity.cpus)):
             for role in roles:
-                if asked[role] > each:
+                if asked[role] > available:
                     raise UserError(
                         f"cluster.slurm.{role}: a job asks for {asked[role]} {what} of a node, and no node of "
-                        f"partition {partition} has more than {each}"
+                        f"partition {partition} has more than {available}"
                     )
                 if jobs[role].exclusive:
-                    asked[role] = each
-            places = there.num_nodes * each
+                    asked[role] = available
+            places = capacity.num_nodes * available
             # Jobs that do not fit on empty nodes can never start.
             needed = sum(counts[role] * asked[role] for role in roles)
             if needed > places:
                 sums = " + ".join(f"{counts[role]} {role} x {asked[role]}" for role in roles)
                 raise UserError(
-                    f"cluster: {sums} = {needed} {what}, and partition {partition} has {there.num_nodes} nodes x "
-                    f"{each} = {places} (trainer.num_ranks, explorer.rollout_model.engine_num, cluster.node_num, "
+                    f"cluster: {sums} = {needed} {what}, and partition {partition} has {capacity.num_nodes} nodes x "
+                    f"{available} = {places} (trainer.num_ranks, explorer.rollout_model.engine_num, cluster.node_num, "
                     "cluster.gpu_per_node)"
                 )
 
 
-def limit(there: Capacity, num_nodes: int, gpus: int) -> Capacity:
+def limit(capacity: Capacity, num_nodes: int, gpus: int) -> Capacity:
     """Limit a partition to `num_nodes` nodes with `gpus` GPUs each; 0: all. Raises: UserError: too few."""
-    if num_nodes > there.num_nodes:
+    if num_nodes > capacity.num_nodes:
         raise UserError(
-            f"cluster.node_num is {num_nodes}, and partition {there.partition} has {there.num_nodes} nodes; 0 takes "
-            "all of them"
-        )
-    if gpus > there.gpus:
-        raise UserError(
-            f"cluster.gpu_per_node is {gpus}, and the nodes of partition {there.partition} have {there.gpus} GPUs; 0 "
+            f"cluster.node_num is {num_nodes}, and partition {capacity.partition} has {capacity.num_nodes} nodes; 0 "
             "takes all of them"
         )
-    return replace(there, num_nodes=num_nodes or there.num_nodes, gpus=gpus or there.gpus)
+    if gpus > capacity.gpus:
+        raise UserError(
+            f"cluster.gpu_per_node is {gpus}, and the nodes of partition {capacity.partition} have {capacity.gpus} "
+            "GPUs; 0 takes all of them"
+        )
+    return replace(capacity, num_nodes=num_nodes or capacity.num_nodes, gpus=gpus or capacity.gpus)
 
 
 def hours(time_limit: str) -> float:

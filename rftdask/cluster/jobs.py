@@ -161,7 +161,7 @@ def slurm_numbers(storage: Storage, jobs: Sequence[JobRecord]) -> list[str]:
         return []
     # The lists have only current jobs. Each started job has a log with its id in the name.
     logs = (re.fullmatch(r"[a-z]+(?:-\d+)?-(\d+)(?:[_.]\d+)?\.log", name) for name in storage.list("log"))
-    return sorted({job.job_id.partition(".")[0] for job in jobs} | {found[1] for found in logs if found})
+    return sorted({job.job_id.partition(".")[0] for job in jobs} | {match[1] for match in logs if match})
 
 
 def read_jobs(storage: Storage, file: str = "") -> list[JobRecord]:

@@ -208,11 +208,11 @@ def plan_machines(config: Config) -> Layout:
     if section.is_one_machine:
         return plan_layout(stages, section.num_cpus or _CORES_ENOUGH, section.gpu_per_node)
     num_gpus = section.gpu_per_node * max(1, section.node_num)
-    each = _demand(stages, num_gpus).each
-    spans = section.spans_nodes and section.gpu_per_node and each % section.gpu_per_node == 0
-    if section.gpu_per_node and each > section.gpu_per_node and not spans:
+    gpus_each = _demand(stages, num_gpus).gpus_each
+    spans = section.spans_nodes and section.gpu_per_node and gpus_each % section.gpu_per_node == 0
+    if section.gpu_per_node and gpus_each > section.gpu_per_node and not spans:
         raise UserError(
-            f"cluster: an engine uses {each} GPUs (tensor, pipeline and data_parallel_size of "
+            f"cluster: an engine uses {gpus_each} GPUs (tensor, pipeline and data_parallel_size of "
             f"explorer.rollout_model), and a machine has {section.gpu_per_node} (cluster.gpu_per_node)"
         )
     largest = max(auxiliary_sizes(stages), default=0)
@@ -256,13 +256,13 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     trainer it has its own worker, because rollouts may kill the others.
     Raises: UserError: more roles than cores or GPUs.
     """
-    ranks, first, explorers, each, judges = _demand(stages, num_gpus)
+    ranks, first, explorers, gpus_each, judges = _demand(stages, num_gpus)
     apart = sum(judges)
     wanted = {stage.cluster.colocate for stage in stages}
-    too_few = bool(num_gpus) and ranks + explorers * each + apart > num_gpus
+    too_few = bool(num_gpus) and ranks + explorers * gpus_each + apart > num_gpus
     colocated = bool(ranks and explorers) and (True in wanted or (too_few and False not in wanted))
     if colocated:
-        ranks, first, explorers, each, judges = _demand(stages, num_gpus, colocated=True)
+        ranks, first, explorers, gpus_each, judges = _demand(stages, num_gpus, colocated=True)
         for path, engine in [pair for stage in stages if stage.has_explorer for pair in stage.explorer.engines()]:
             if path != "explorer.rollout_model" and engine.is_apart:
                 continue
@@ -283,27 +283,27 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
             f"cluster: {of_roles} {at_once}, and there are {num_cpus} cores (cluster.num_cpus); "
             f"{_advice(ranks, explorers, num_cpus - len(judges), 1, colocated, len(judges))}"
         )
-    needed = (max(ranks, explorers * each) if colocated else ranks + explorers * each) + apart
+    needed = (max(ranks, explorers * gpus_each) if colocated else ranks + explorers * gpus_each) + apart
     if num_gpus and needed > num_gpus:
         at_once = "taking turns (colocate)" if colocated else f"= {roles} processes with a GPU each"
-        if each > 1:
-            at_once = f"with {each} GPUs each (tensor, pipeline and data_parallel_size)"
+        if gpus_each > 1:
+            at_once = f"with {gpus_each} GPUs each (tensor, pipeline and data_parallel_size)"
         if judges:
-            at_once = f"with {each} GPU{'s' * (each > 1)} each{', taking turns (colocate),' * colocated}"
+            at_once = f"with {gpus_each} GPU{'s' * (gpus_each > 1)} each{', taking turns (colocate),' * colocated}"
             at_once += f" + {_added(judges)} of auxiliary models"
         raise UserError(
             f"cluster: {of_roles} {at_once} = {needed} GPUs, but there are {num_gpus} GPUs (cluster.gpu_per_node); "
-            f"{_advice(ranks, explorers, num_gpus - apart, each, colocated, apart)}, or set CUDA_VISIBLE_DEVICES= to "
-            "run on CPUs"
+            f"{_advice(ranks, explorers, num_gpus - apart, gpus_each, colocated, apart)}, or set CUDA_VISIBLE_DEVICES= "
+            "to run on CPUs"
         )
     check_groups(stages, ranks)
     # More threads than cores would slow all roles.
     threads, has_gpu = max(1, num_cpus // max(1, roles)), num_gpus > 0
     workers = [WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads, i if has_gpu else None) for i in range(ranks)]
     for i in range(first):
-        at = i * each if colocated else ranks + i * each
-        shares = tuple(number for number in range(at, at + each) if number < ranks) if colocated else ()
-        gpu, num = (at, each) if has_gpu else (None, 1)
+        at = i * gpus_each if colocated else ranks + i * gpus_each
+        shares = tuple(number for number in range(at, at + gpus_each) if number < ranks) if colocated else ()
+        gpu, num = (at, gpus_each) if has_gpu else (None, 1)
         workers.append(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads, gpu, num, shares))
     # At the end, so that the GPUs between are for explorers that join later.
     at = num_gpus
@@ -329,30 +329,30 @@ def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | 
     Raises: UserError: ranks do not form whole groups, too few GPUs, or colocation is not supported.
     """
     colocated = any(stage.cluster.colocate for stage in stages)
-    ranks, first, most, each, judges = _demand(stages, num_gpus or 0, colocated, alike=True)
+    ranks, first, most, gpus_each, judges = _demand(stages, num_gpus or 0, colocated, alike=True)
     kind = stages[0].cluster.type
     if colocated and kind not in _SHARING:
         raise UserError(
             f"cluster.colocate: cluster.type {kind} has separate jobs for ranks and engines, which cannot share GPUs; "
             f"use {', '.join(_SHARING)} or local, or remove this key (mode: both)"
         )
-    if colocated and kind == "slurm" and ranks != most * each:
+    if colocated and kind == "slurm" and ranks != most * gpus_each:
         raise UserError(
             f"cluster.colocate: on SLURM each rank shares its GPU with an engine, and {ranks} trainer ranks have "
-            f"{ranks} GPUs for {most} engines with {each} each; set explorer.rollout_model.engine_num to "
-            f"{max(1, ranks // each)}, or trainer.num_ranks to {most * each}"
+            f"{ranks} GPUs for {most} engines with {gpus_each} each; set explorer.rollout_model.engine_num to "
+            f"{max(1, ranks // gpus_each)}, or trainer.num_ranks to {most * gpus_each}"
         )
-    needed = (max(ranks, most * each) if colocated else ranks + most * each) + sum(judges)
+    needed = (max(ranks, most * gpus_each) if colocated else ranks + most * gpus_each) + sum(judges)
     if num_gpus and needed > num_gpus:
         auxiliary = f" + {_added(judges)} of auxiliary models" if judges else ""
         raise UserError(
-            f"cluster: {ranks} trainer + {most} explorers (trainer.num_ranks, {_EXPLORER_KEYS}) with {each} "
-            f"GPU{'s' * (each > 1)} each{', taking turns (colocate),' * colocated}{auxiliary} = {needed} GPUs, and "
-            f"there are {num_gpus} (cluster.node_num x cluster.gpu_per_node); "
-            f"{_advice(ranks, most, num_gpus - sum(judges), each, colocated, sum(judges))}"
+            f"cluster: {ranks} trainer + {most} explorers (trainer.num_ranks, {_EXPLORER_KEYS}) with {gpus_each} "
+            f"GPU{'s' * (gpus_each > 1)} each{', taking turns (colocate),' * colocated}{auxiliary} = {needed} GPUs, "
+            f"and there are {num_gpus} (cluster.node_num x cluster.gpu_per_node); "
+            f"{_advice(ranks, most, num_gpus - sum(judges), gpus_each, colocated, sum(judges))}"
         )
     check_groups(stages, ranks)
-    counts = ((TRAINER_RESOURCE, ranks, 1), (EXPLORER_RESOURCE, first, each))
+    counts = ((TRAINER_RESOURCE, ranks, 1), (EXPLORER_RESOURCE, first, gpus_each))
     workers = []
     for role, count, num in counts:
         for i in range(count):
@@ -373,7 +373,7 @@ class _Demand(NamedTuple):
     """Explorers at the start."""
     most: int
     """Maximum of explorers."""
-    each: int
+    gpus_each: int
     """GPUs of each explorer."""
     auxiliary: list[int]
     """GPUs of each worker of auxiliary models."""
@@ -390,18 +390,18 @@ def _demand(stages: Sequence[Config], num_gpus: int, colocated: bool = False, al
         )
     first = max((stage.explorer.fewest_workers for stage in exploring), default=0)
     most = max((stage.explorer.most_workers for stage in exploring), default=0)
-    each = max((stage.explorer.gpus_per_worker for stage in exploring), default=1)
+    gpus_each = max((stage.explorer.gpus_per_worker for stage in exploring), default=1)
     # Ranks take what the maximum of explorers leaves, since they cannot move during a stage. On SLURM they are one job
     # with whole nodes.
     slurm, on_slurm = stages[0].cluster.slurm.trainer, stages[0].cluster.type == "slurm"
     node = max(1, slurm.workers_per_node(1)) if on_slurm else 1
     judges = auxiliary_sizes(stages)
     judges = [max(judges)] * len(judges) if alike and judges else judges
-    others = sum(judges) if colocated else sum(judges) + most * each
+    others = sum(judges) if colocated else sum(judges) + most * gpus_each
     left = max(node * (slurm.nodes or 1), (num_gpus - others) // node * node)
     ranks = max((_asked_ranks(stage) or left for stage in stages if _trains(stage)), default=0)
     # All colocated explorers start at once, since they keep their devices.
-    return _Demand(ranks, most if colocated else first, most, each, judges)
+    return _Demand(ranks, most if colocated else first, most, gpus_each, judges)
 
 
 def _trains(stage: Config) -> bool:
@@ -426,25 +426,25 @@ def _added(sizes: Sequence[int]) -> str:
     return " + ".join(map(str, sizes))
 
 
-def _advice(ranks: int, explorers: int, places: int, each: int, colocated: bool, apart: int = 0) -> str:
+def _advice(ranks: int, explorers: int, places: int, gpus_each: int, colocated: bool, apart: int = 0) -> str:
     """Suggest numbers that fit: fewer engines if that suffices, else fewer ranks, else both in proportion.
 
     places: cores or GPUs without the `apart` of auxiliary models.
     """
-    if apart and places < 1 + (0 if colocated else each):
+    if apart and places < 1 + (0 if colocated else gpus_each):
         return "lower engine_num of explorer.auxiliary_models, or set it to 0, which loads them with the policy"
-    if explorers and each > places:
+    if explorers and gpus_each > places:
         return f"lower explorer.rollout_model.tensor_parallel_size (or pipeline, data), so that an engine has {places}"
-    shared = f"num_ranks {min(ranks, places)}, engine_num {min(explorers, places // each)}"
+    shared = f"num_ranks {min(ranks, places)}, engine_num {min(explorers, places // gpus_each)}"
     if colocated:
-        changes = {"engine_num": min(explorers, places // each), "num_ranks": min(ranks, places)}
-    elif explorers and ranks + each <= places:
-        changes = {"engine_num": min(explorers, (places - ranks) // each)}
-    elif places - explorers * each > 0:
-        changes = {"num_ranks": min(ranks, places - explorers * each)}
-    elif places > each:
-        engines = max(1, min((places - 1) // each, places * explorers // (ranks + explorers * each)))
-        changes = {"engine_num": engines, "num_ranks": min(ranks, places - engines * each)}
+        changes = {"engine_num": min(explorers, places // gpus_each), "num_ranks": min(ranks, places)}
+    elif explorers and ranks + gpus_each <= places:
+        changes = {"engine_num": min(explorers, (places - ranks) // gpus_each)}
+    elif places - explorers * gpus_each > 0:
+        changes = {"num_ranks": min(ranks, places - explorers * gpus_each)}
+    elif places > gpus_each:
+        engines = max(1, min((places - 1) // gpus_each, places * explorers // (ranks + explorers * gpus_each)))
+        changes = {"engine_num": engines, "num_ranks": min(ranks, places - engines * gpus_each)}
     else:
         return f"use one machine with shared GPUs (cluster.type local, mode colocate, {shared})"
     now = {"engine_num": explorers, "num_ranks": ranks}

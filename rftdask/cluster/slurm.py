@@ -194,14 +194,14 @@ class SlurmCluster(BatchCluster):
         lines = call("squeue", "--noheader", "--array", "--me", "--format=%A %F %T %M %r").splitlines()
         # %F is the id of the array, which runs if one of its tasks does, so running tasks come last.
         rows = sorted((line.split(maxsplit=4) for line in lines), key=lambda row: row[2] == "RUNNING")
-        found: dict[str, str] = {}
+        states: dict[str, str] = {}
         for number, array, state, used, *why in rows:
             # SLURM reports COMPLETING for both; a requeued job has used no time of its next start.
             if state == ENDING and used == "0:00":
                 state = "REQUEUED"
             has_reason = state == "PENDING" and why and why[0].strip() != "None"
-            found[number] = found[array] = f"{state} ({why[0].strip()})" if has_reason else state
-        return {job_id: found[job_id] for job_id in job_ids if job_id in found}
+            states[number] = states[array] = f"{state} ({why[0].strip()})" if has_reason else state
+        return {job_id: states[job_id] for job_id in job_ids if job_id in states}
 
     @classmethod
     def expected_starts(cls, job_ids: Sequence[str]) -> dict[str, str]:
@@ -441,16 +441,16 @@ def allocation_script(config: Config, layout: Layout, folder: SecretsDir, storag
     """
     logs, section = log_folder(storage, folder), config.cluster.slurm
     asks, steps, parts, at = list[str](), list[str](), dict[str, JobShape](), 0
-    for role, _, each in _jobs_of(config, layout):
+    for role, _, jobs in _jobs_of(config, layout):
         job: JobConfig = getattr(section, role)
-        if each.span > 1:
+        if jobs.span > 1:
             raise UserError(
-                f"cluster.slurm.{role}: an engine would use {each.span} nodes; use rftdask submit without "
+                f"cluster.slurm.{role}: an engine would use {jobs.span} nodes; use rftdask submit without "
                 "--single-allocation, or rftdask run in an allocation of salloc"
             )
-        shape = parts[role] = JobShape(1, each.num_jobs * each.nodes, each.tasks_per_node)
-        if not each.nodes:
-            shape = parts[role] = JobShape(1, 0 if section.heterogeneous else 1, each.num_jobs * each.tasks_per_node)
+        shape = parts[role] = JobShape(1, jobs.num_jobs * jobs.nodes, jobs.tasks_per_node)
+        if not jobs.nodes:
+            shape = parts[role] = JobShape(1, 0 if section.heterogeneous else 1, jobs.num_jobs * jobs.tasks_per_node)
         # Each role has its own nodes; the driver is part 0, or on the first node.
         place = f"--het-group={len(parts)}" if section.heterogeneous else f"--relative={at}"
         at += shape.nodes
@@ -609,8 +609,8 @@ def _render(config: Config, role: str, **values: Any) -> str:
 
 def asks_for(job: JobConfig, shape: JobShape) -> list[str]:
     """Return the directives with the resources of a job, each of whose tasks is a worker."""
-    # By core and task, because each task is a worker. A whole node has more cores, so it gets all of its memory (0).
     memory = []
+    # By core and task, because each task is a worker. A whole node has more cores, so it gets all of its memory (0).
     if job.memory is not None:
         by_core = f"--mem-per-cpu={-(-megabytes(job.memory) // job.cpus)}M"
         memory = ["--mem=0" if job.exclusive else by_core]
@@ -749,13 +749,13 @@ def chain_shape(config: Config, role: str) -> JobShape:
         if (job.nodes or 1) > 1:
             raise UserError("cluster.slurm.trainer.nodes: the train job of --offline has one node; remove this key")
         return JobShape(1, min(1, job.num_gpus), 1)
-    each = max(stage.explorer.gpus_per_worker for stage in config.stage_configs())
-    if 1 <= job.num_gpus < each:
+    gpus_each = max(stage.explorer.gpus_per_worker for stage in config.stage_configs())
+    if 1 <= job.num_gpus < gpus_each:
         raise UserError(
-            f"cluster.slurm.explorer: an engine of {each} GPUs needs several nodes with {job.num_gpus} each; use "
+            f"cluster.slurm.explorer: an engine of {gpus_each} GPUs needs several nodes with {job.num_gpus} each; use "
             "rftdask submit without --offline"
         )
-    return shape_of(role, job, max(1, job.workers_per_node(each)) * (job.nodes or 1), each)
+    return shape_of(role, job, max(1, job.workers_per_node(gpus_each)) * (job.nodes or 1), gpus_each)
 
 
 def allocation() -> str | None:

@@ -61,7 +61,7 @@ ELSEWHERE = {
 def test_on_every_batch_system_a_controller_submits_jobs(
     system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options, *said = ELSEWHERE[system]
+    options, *directives = ELSEWHERE[system]
     walltime = "" if system in ("lsf", "htcondor") else "walltime: '04:00:00', "
     common = ("cluster.python=python3", "cluster.local_cache_dir=$TMPDIR/staged", f"cluster.type={system}")
     config = configured(tmp_path, *common, f"cluster.options={{cores: 4, memory: 8GB, {walltime}{options}}}")
@@ -69,7 +69,7 @@ def test_on_every_batch_system_a_controller_submits_jobs(
     submission = plan_submission(config)
     plan = submission.plan
     [controller] = plan.scripts
-    for script, lines in zip((controller, plan.worker_scripts[0]), said, strict=True):
+    for script, lines in zip((controller, plan.worker_scripts[0]), directives, strict=True):
         assert all(line in script.text for line in lines), script.text
     driver = f"{tmp_path}/runs/rftdask/try/control/private/driver.sh"
     assert f"exec bash {driver}" in controller.text and "rftdask.cluster.join" not in controller.text
@@ -174,8 +174,8 @@ def test_of_two_simultaneous_submits_one_wins(tmp_path: Path, monkeypatch: pytes
     commands(tmp_path, monkeypatch, sbatch="cat >/dev/null; echo 7", squeue=queued, sinfo=partition)
     first, second = (plan_submission(configured(tmp_path)) for _ in range(2))
     with ThreadPoolExecutor(2) as threads:
-        submits = [threads.submit(each.submit) for each in (first, second)]
-    errors = [error for each in submits if (error := each.exception()) is not None]
+        submits = [threads.submit(submission.submit) for submission in (first, second)]
+    errors = [error for result in submits if (error := result.exception()) is not None]
     assert len(errors) == 1 and isinstance(errors[0], FencedError), errors
     assert "is submitted already: controller is job 7, PENDING (Priority)" in str(errors[0])
     # One that never ends keeps nobody waiting for ever.
@@ -235,8 +235,8 @@ def test_one_allocation_of_equal_nodes_gives_roles_own_nodes(tmp_path: Path) -> 
 def test_an_offline_chain_divides_the_steps_into_rounds(tmp_path: Path) -> None:
     config = configured(tmp_path)
     scripts = offline_scripts(config, private(config), open_storage(config.checkpoint_job_dir), 2, 3)
-    told = [(script.name, script.after, script.after_task) for script in scripts]
-    assert told == [
+    planned = [(script.name, script.after, script.after_task) for script in scripts]
+    assert planned == [
         ("explore-1", None, ""),
         ("train-1", "explore-1", "_0"),
         ("explore-2", "train-1", ""),
@@ -304,7 +304,7 @@ def test_the_walltime_timer_signals_the_driver_and_ends(tmp_path: Path) -> None:
         script = "\n".join(driver_shell(SecretsDir(tmp_path), command, system)).replace("sleep 60", ":")
         with subprocess.Popen(["bash", "-c", script], start_new_session=True) as controller:
             assert controller.wait(60) == code
-            left = [each for each in psutil.process_iter() if _session(each.pid) == controller.pid]
+            left = [process for process in psutil.process_iter() if _session(process.pid) == controller.pid]
             wait_for(lambda left=left: not any(map(lives, left)))
         assert (tmp_path / "again").exists()  # after the first, whose walltime came
 

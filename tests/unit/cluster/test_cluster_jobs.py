@@ -48,11 +48,11 @@ def test_an_ending_job_is_replaced_at_once() -> None:
 
 
 def test_a_lost_worker_is_missing_since_its_loss() -> None:
-    there = note_workers(job(1), True, 5.0)
-    assert there.joined and there.missing_since_s is None
-    left = note_workers(note_workers(there, False, 6.0), False, 7.0)
-    assert left.joined and left.missing_since_s == 6.0
-    assert note_workers(left, True, 8.0) == there
+    joined = note_workers(job(1), True, 5.0)
+    assert joined.joined and joined.missing_since_s is None
+    lost = note_workers(note_workers(joined, False, 6.0), False, 7.0)
+    assert lost.joined and lost.missing_since_s == 6.0
+    assert note_workers(lost, True, 8.0) == joined
     assert note_workers(job(1), False, 5.0) == job(1)
 
 

@@ -85,10 +85,10 @@ def listening() -> list[psutil._common.addr]:
     """Sockets on which this process and its descendants listen."""
     me = psutil.Process()
     return [
-        found.laddr
+        connection.laddr
         for process in (me, *me.children(recursive=True))
-        for found in process.net_connections("inet")
-        if found.status == psutil.CONN_LISTEN
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
     ]
 
 
@@ -96,11 +96,11 @@ def test_no_socket_of_a_local_cluster_trusts_strangers(cluster: LocalCluster, of
     assert cluster.client.submit(os.getuid).result(timeout=60) == os.getuid()
     ports = sorted(str(port) for port in {address.port for address in listening()} - of_others)
     assert len(ports) >= 4, ports
-    said = subprocess.run([sys.executable, "-c", KNOCK, *ports], capture_output=True, text=True, timeout=300)
-    assert said.returncode == 0, said.stderr
-    answers = said.stdout.splitlines()
+    done = subprocess.run([sys.executable, "-c", KNOCK, *ports], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout.splitlines()
     assert len(answers) == 7 * len(ports)
-    assert "ModuleNotFoundError" not in said.stdout
+    assert "ModuleNotFoundError" not in done.stdout
     assert [line for line in answers if not line.startswith("refused")] == []
 
 

@@ -32,24 +32,24 @@ def test_gpus_of_generic_resources(gres: str | None, count: int) -> None:
 
 def test_jobs_that_do_not_fit_a_partition_are_refused() -> None:
     jobs = {"trainer": WorkerJobConfig(gres="gpu:2", cpus=4), "explorer": WorkerJobConfig(gres="gpu:1", cpus=4)}
-    there = dict.fromkeys(jobs, Capacity("main", num_nodes=4, cpus=16, gpus=2))
+    capacities = dict.fromkeys(jobs, Capacity("main", num_nodes=4, cpus=16, gpus=2))
 
     def shapes(ranks: int, engines: int) -> dict[str, JobShape]:
         return {role: shape_of(role, jobs[role], n, 1) for role, n in (("trainer", ranks), ("explorer", engines))}
 
-    check_fit(shapes(6, 2), jobs, there)
+    check_fit(shapes(6, 2), jobs, capacities)
     with pytest.raises(
         UserError, match=r"3 trainer x 2 \+ 3 explorer x 1 = 9 GPUs, and partition main has 4 nodes x 2 = 8"
     ):
-        check_fit(shapes(6, 3), jobs, there)
+        check_fit(shapes(6, 3), jobs, capacities)
     with pytest.raises(UserError, match=r"slurm.trainer: a job asks for 2 GPUs of a node, and no node of .* than 1"):
-        check_fit(shapes(2, 0), jobs, dict.fromkeys(jobs, limit(there["trainer"], 0, 1)))
+        check_fit(shapes(2, 0), jobs, dict.fromkeys(jobs, limit(capacities["trainer"], 0, 1)))
     with pytest.raises(UserError, match=r"a job of 5 nodes with 2 workers each, and partition main has 4 nodes with 2"):
-        check_fit(shapes(10, 0), jobs, there)
+        check_fit(shapes(10, 0), jobs, capacities)
     jobs["explorer"] = WorkerJobConfig(gres="gpu:1", exclusive=True)
     with pytest.raises(UserError, match=r"2 trainer x 2 \+ 3 explorer x 2 = 10 GPUs"):
-        check_fit(shapes(4, 3), jobs, there)
-    apart = {**there, "explorer": Capacity("spot", 4, 16, 2)}
+        check_fit(shapes(4, 3), jobs, capacities)
+    apart = {**capacities, "explorer": Capacity("spot", 4, 16, 2)}
     check_fit(shapes(8, 4), jobs, apart)
 
 
@@ -80,7 +80,7 @@ def test_ranks_are_one_job_and_engines_fill_their_gpus(
 
 
 @pytest.mark.parametrize(
-    ("role", "asked", "workers", "gpus_each", "told"),
+    ("role", "asked", "workers", "gpus_each", "message"),
     [
         (
             "trainer",
@@ -107,22 +107,22 @@ def test_ranks_are_one_job_and_engines_fill_their_gpus(
     ],
 )
 def test_unused_gpus_are_refused_by_name(
-    role: str, asked: dict[str, Any], workers: int, gpus_each: int, told: str
+    role: str, asked: dict[str, Any], workers: int, gpus_each: int, message: str
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         shape_of(role, WorkerJobConfig(**asked), workers, gpus_each)
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("time_limit", "expected"),
     [("1-12:00:00", 36.0), ("08:00:00", 8.0), ("30:00", 0.5), ("2-0", 48.0), ("infinite", float("inf"))],
 )
-def test_the_hours_of_a_time_limit(told: str, expected: float) -> None:
-    assert hours(told) == expected
+def test_the_hours_of_a_time_limit(time_limit: str, expected: float) -> None:
+    assert hours(time_limit) == expected
 
 
 def test_more_nodes_than_exist_are_refused() -> None:
-    there = Capacity("main", num_nodes=4, cpus=8, gpus=1)
-    assert limit(there, 2, 0) == Capacity("main", 2, 8, 1)
+    capacity = Capacity("main", num_nodes=4, cpus=8, gpus=1)
+    assert limit(capacity, 2, 0) == Capacity("main", 2, 8, 1)
     with pytest.raises(UserError, match=r"node_num is 5, and partition main has 4 nodes"):
-        limit(there, 5, 0)
+        limit(capacity, 5, 0)

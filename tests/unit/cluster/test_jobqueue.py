@@ -74,7 +74,7 @@ Job id     Name           User           Submission Date     S Queue
 
 
 @pytest.mark.parametrize(
-    ("system", "told", "states"),
+    ("system", "table", "states"),
     [
         (PbsCluster, PBS_TABLE, {"4711": "RUNNING", "4712": "PENDING (Q)", "4713": "RUNNING"}),
         (LsfCluster, "7001 RUN\n7002 PEND\n7003 DONE\n7004 EXIT\n", {"7001": "RUNNING", "7002": "PENDING (PEND)"}),
@@ -89,11 +89,11 @@ Job id     Name           User           Submission Date     S Queue
     ],
 )
 def test_the_output_of_other_batch_systems_is_parsed(
-    system: type[JobQueueCluster], told: str, states: dict[str, str]
+    system: type[JobQueueCluster], table: str, states: dict[str, str]
 ) -> None:
-    found = system.read_states(told)
-    assert {job_id: state for job_id, state in found.items() if state != "PENDING (5)"} == states
-    stuck = {job_id for job_id, state in found.items() if system.never_runs(state)}
+    parsed = system.read_states(table)
+    assert {job_id: state for job_id, state in parsed.items() if state != "PENDING (5)"} == states
+    stuck = {job_id for job_id, state in parsed.items() if system.never_runs(state)}
     assert stuck == ({"7"} if system is SgeCluster else {"14.0"} if system is HTCondorCluster else set())
 
 

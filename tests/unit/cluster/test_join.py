@@ -27,9 +27,9 @@ def test_followers_run_the_newest_start_of_an_engine(tmp_path: Path, monkeypatch
         follower = threads.submit(follow, nodes, 1)
         for number in (1, 2):
             first = nodes.begin({"model": "m", "tensor_parallel_size": 2}, on_cpu=True)
-            told = json.loads((tmp_path / f"start-{number}.json").read_text())
-            assert told == {**first, "on_cpu": True} and (told["nnodes"], told["master_addr"]) == (2, "127.0.0.1")
-            lines = [f"{tmp_path}/start-{each}.json 1" for each in range(1, number + 1)]
+            start = json.loads((tmp_path / f"start-{number}.json").read_text())
+            assert start == {**first, "on_cpu": True} and (start["nnodes"], start["master_addr"]) == (2, "127.0.0.1")
+            lines = [f"{tmp_path}/start-{earlier}.json 1" for earlier in range(1, number + 1)]
             assert wait_for((tmp_path / "started").exists, 30.0, 0.01)
             assert wait_for(lambda lines=lines: (tmp_path / "started").read_text().splitlines() == lines, 30.0, 0.01)
             assert len(parts_of(tmp_path)) == 1, "of an earlier start nothing is left"
@@ -40,11 +40,11 @@ def test_followers_run_the_newest_start_of_an_engine(tmp_path: Path, monkeypatch
 
 def parts_of(folder: Path) -> list[psutil.Process]:
     """Children of this process that have the engine of this folder in their environment."""
-    found = []
-    for each in psutil.Process().children():
+    processes = []
+    for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it ends at this moment
-            found += [each] * (each.environ().get("RFTDASK_ENGINE_NODES") == f"2:{folder}")
-    return found
+            processes += [process] * (process.environ().get("RFTDASK_ENGINE_NODES") == f"2:{folder}")
+    return processes
 
 
 def test_join_imports_neither_dask_nor_a_configuration() -> None:

@@ -184,7 +184,7 @@ def test_a_trainer_takes_num_ranks_or_the_remaining_gpus() -> None:
     assert num_ranks(single, plan_layout([single], 64, num_gpus=8)) == 1
     # Stages share their workers; each takes as many as it has ranks.
     both = plan_layout([asked, single], 12)
-    assert [num_ranks(each, both) for each in (asked, single)] == [4, 1]
+    assert [num_ranks(stage, both) for stage in (asked, single)] == [4, 1]
 
 
 def test_too_many_ranks_are_refused_with_a_number_that_fits() -> None:
@@ -283,8 +283,8 @@ def test_jobs_leave_gpus_for_later_explorers() -> None:
 def judges(*models: str) -> str:
     """The key for auxiliary models of `engines x GPUs` each, such as "2x4"."""
     items = []
-    for number, told in enumerate(models):
-        engines, gpus = told.split("x")
+    for number, model in enumerate(models):
+        engines, gpus = model.split("x")
         items.append(
             f"{{name: judge-{number}, model_path: j, engine_type: vllm, engine_num: {engines}, "
             f"tensor_parallel_size: {gpus}}}"

@@ -40,13 +40,17 @@ class StandIn:
 def test_dask_cuda_gives_each_role_a_gpu() -> None:
     made = role_local_cuda_cluster(StandIn, LAYOUT)(CUDA_VISIBLE_DEVICES=["0", "1", "2"], n_workers=3)
     options = [spec["options"] for spec in made.worker_spec.values()]
-    assert [each["name"] for each in options] == ["trainer-0", "trainer-1", "explorer-0"]
-    assert [each["resources"] for each in options] == [{"trainer": 1, "control": 1}, {"trainer": 1}, {"explorer": 1}]
-    assert [each["env"]["CUDA_VISIBLE_DEVICES"] for each in options] == ["0", "1", "2"]
-    assert [each["near"] for each in options] == ["0", "1", "2"]
+    assert [worker["name"] for worker in options] == ["trainer-0", "trainer-1", "explorer-0"]
+    assert [worker["resources"] for worker in options] == [
+        {"trainer": 1, "control": 1},
+        {"trainer": 1},
+        {"explorer": 1},
+    ]
+    assert [worker["env"]["CUDA_VISIBLE_DEVICES"] for worker in options] == ["0", "1", "2"]
+    assert [worker["near"] for worker in options] == ["0", "1", "2"]
     # Never dask-cuda's own; and trainers outlast a SIGTERM that reaches all processes at once.
-    assert [each["preload"] for each in options] == [[MODULE]] * 3
-    assert [each["env"][GRACE_VARIABLE] for each in options] == ["30.0", "30.0", "0"]
+    assert [worker["preload"] for worker in options] == [[MODULE]] * 3
+    assert [worker["env"][GRACE_VARIABLE] for worker in options] == ["30.0", "30.0", "0"]
 
 
 def test_dask_cuda_supports_shared_and_several_gpus() -> None:
@@ -59,8 +63,8 @@ def test_dask_cuda_supports_shared_and_several_gpus() -> None:
     )
     made = role_local_cuda_cluster(StandIn, shared, "/turns")(CUDA_VISIBLE_DEVICES=["5", "6"], n_workers=3)
     env = [spec["options"]["env"] for spec in made.worker_spec.values()]
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in env] == ["5", "6", "5,6"]
-    assert [each[DEVICES_VARIABLE] for each in env] == ["/turns:0", "/turns:1", "/turns:0,1"]
+    assert [worker["CUDA_VISIBLE_DEVICES"] for worker in env] == ["5", "6", "5,6"]
+    assert [worker[DEVICES_VARIABLE] for worker in env] == ["/turns:0", "/turns:1", "/turns:0,1"]
     alone = Layout((WorkerPlan("explorer-0", ("explorer",), 1, gpu=0), WorkerPlan("control-0", ("control",), 1)))
     made = role_local_cuda_cluster(StandIn, alone)(CUDA_VISIBLE_DEVICES=["5"], n_workers=2)
     assert [spec["options"]["env"]["CUDA_VISIBLE_DEVICES"] for spec in made.worker_spec.values()] == ["5", ""]

@@ -112,7 +112,7 @@ def test_an_engine_over_two_nodes_is_a_worker_and_a_follower(tmp_path: Path) -> 
     wide = "explorer.rollout_model={engine_type: vllm, tensor_parallel_size: 8, data_parallel_size: 2}"
     beside = "explorer.auxiliary_models=[{engine_type: vllm, model_path: m, tensor_parallel_size: 16, %s}]"
     beside %= "gpu_memory_utilization: 0.05"
-    for changes, told in (
+    for changes, message in (
         ((engine, beside), "auxiliary_models.0. uses 16 GPUs, .* only engines of the policy with engine_type vllm"),
         ((wide,), "data_parallel_size is limited to one node"),
         ((engine, "checkpoint_root_dir=s3://bucket/runs"), "must be a shared folder"),
@@ -120,7 +120,7 @@ def test_an_engine_over_two_nodes_is_a_worker_and_a_follower(tmp_path: Path) -> 
         ((engine, "synchronizer.sync_method=nccl"), "sync_method nccl are only on the first of its nodes"),
         ((engine, "synchronizer.full_publish_interval=20"), "set synchronizer.full_publish_interval to 1"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             SlurmCluster.shape(configured(tmp_path, *keys, *changes), "explorer", 3)
     layout, storage = plan_jobs([config], {"trainer": 1, "explorer": 1}), open_storage(config.checkpoint_job_dir)
     with pytest.raises(UserError, match="an engine would use 2 nodes; use rftdask submit without --single"):
@@ -147,7 +147,7 @@ def test_a_step_requests_exactly_the_resources_of_a_job(tmp_path: Path, monkeypa
 def test_the_size_of_an_allocation_is_read_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = tmp_path / "scontrol"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for told, gpus in (("TresPerNode=gres:gpu:2", 2), ("AllocTRES=cpu=24,mem=9G,node=3,gres/gpu=12", 4), ("", 0)):
-        scontrol.write_text(f"#!/bin/sh\necho 'JobId=7 NumNodes=3 NumCPUs=24 NumTasks=3 {told}'\n")
+    for resources, gpus in (("TresPerNode=gres:gpu:2", 2), ("AllocTRES=cpu=24,mem=9G,node=3,gres/gpu=12", 4), ("", 0)):
+        scontrol.write_text(f"#!/bin/sh\necho 'JobId=7 NumNodes=3 NumCPUs=24 NumTasks=3 {resources}'\n")
         scontrol.chmod(0o755)
         assert read_allocation("7") == Capacity("of allocation 7", 3, 8, gpus)

@@ -67,12 +67,12 @@ def test_the_job_id_is_the_last_line_of_sbatch(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_job_inherits_no_variables_of_its_submitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = ("SLURM_MEM_PER_CPU", "SLURM_RESTART_COUNT", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SLURMD_NODENAME")
+    removed = ("SLURM_MEM_PER_CPU", "SLURM_RESTART_COUNT", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SLURMD_NODENAME")
     kept = ("SLURM_CONF", "SBATCH_ACCOUNT")
-    for name in (*told, *kept):
+    for name in (*removed, *kept):
         monkeypatch.setenv(name, "1")
     forget_job()
-    assert not set(told) & set(os.environ) and set(kept) <= set(os.environ)
+    assert not set(removed) & set(os.environ) and set(kept) <= set(os.environ)
 
 
 def test_every_key_of_a_role_becomes_a_directive() -> None:

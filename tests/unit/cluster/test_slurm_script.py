@@ -58,9 +58,9 @@ def test_a_site_template_wraps_the_commands_of_scripts(tmp_path: Path) -> None:
 def test_the_template_is_printed_with_the_site_template(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(replace(configured(tmp_path), {"cluster.slurm.template": WRAPPED}).to_yaml())
-    told = call_cli("submit", str(file), "--print-templates")
-    assert told.code == 0 and "{% block command %}{{ srun }} {{ command }}{% endblock %}" in told.out, told
-    assert told.out.rstrip().endswith(WRAPPED.rstrip())
+    shown = call_cli("submit", str(file), "--print-templates")
+    assert shown.code == 0 and "{% block command %}{{ srun }} {{ command }}{% endblock %}" in shown.out, shown
+    assert shown.out.rstrip().endswith(WRAPPED.rstrip())
 
 
 def test_the_error_of_a_failing_template_names_its_key(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_a_controller_ends_with_its_driver_or_is_requeued(
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
-def of_slurm(folder: Path, told: str) -> str:
+def of_slurm(folder: Path, answer: str) -> str:
     """A PATH with commands in the place of SLURM's, which write down what they are asked for."""
-    requeue = f'[ "$1" = requeue ] && echo "$@" >{folder}/requeued; echo "{told}"'
+    requeue = f'[ "$1" = requeue ] && echo "$@" >{folder}/requeued; echo "{answer}"'
     for name, body in {"scontrol": requeue, "scancel": f"touch {folder}/scancelled", "sleep": ":"}.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o755)
@@ -145,18 +145,18 @@ def test_a_killed_driver_is_started_again_in_its_job(tmp_path: Path, driver: str
 
 def test_a_driver_of_a_requeued_job_knows_its_restart(tmp_path: Path) -> None:
     script = "\n".join(driver_shell(SecretsDir(tmp_path), f"echo returned ${{{RETURNED}:-0}}", slurm.ON_SLURM))
-    for restarts, told in (("", 0), ("0", 0), ("2", 1)):
+    for restarts, returned in (("", 0), ("0", 0), ("2", 1)):
         env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
         done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True)
-        assert f"returned {told}\n" in done.stdout
+        assert f"returned {returned}\n" in done.stdout
 
 
 def test_a_driver_ends_with_the_script_of_its_job(tmp_path: Path) -> None:
-    ready, told = tmp_path / "ready", tmp_path / "told"
+    ready, signaled = tmp_path / "ready", tmp_path / "told"
     watching = f"""
 import os, pathlib, signal, time
 from rftdask.cli.run import end_with_parent
-signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(told)!r}).touch())
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(signaled)!r}).touch())
 parent = os.getppid()
 pathlib.Path({str(ready)!r}).touch()
 end_with_parent(parent)
@@ -165,7 +165,7 @@ end_with_parent(parent)
     with subprocess.Popen(["bash", "-c", script]) as shell:
         wait_for(ready.exists)
         shell.kill()
-    wait_for(told.exists)
+    wait_for(signaled.exists)
     config = configured(tmp_path)
     text = slurm.controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
     assert " --exit-with-parent &\n" in text

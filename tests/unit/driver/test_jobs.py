@@ -77,11 +77,15 @@ def test_usage_of_jobs_comes_from_slurm_accounting(tmp_path: Path, monkeypatch: 
     write_jobs(open_storage(run), [JobRecord("controller", "controller", "7", "slurm", 0.0)], SUBMITTED_FILE)
     commands.mkdir()
     asked = tmp_path / "asked"
-    for name, body in {"squeue": ":", "scontrol": ":", "sacct": f'echo "$@" >{asked}; cat {tmp_path}/told'}.items():
+    for name, body in {
+        "squeue": ":",
+        "scontrol": ":",
+        "sacct": f'echo "$@" >{asked}; cat {tmp_path}/accounting',
+    }.items():
         (commands / name).write_text(f"#!/bin/sh\n{body}\n")
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    (tmp_path / "told").write_text(SACCT)
+    (tmp_path / "accounting").write_text(SACCT)
     result = read_run_jobs(str(run))
     assert "--jobs=12,7,9\n" in asked.read_text()
     assert result.usage is not None and result.to_json()["usage"]["gpu_hours"] == 17.0
