@@ -96,37 +96,27 @@ def join_options(config: Config, role: str) -> list[str]:
     return [*worker_options(role, stages), *(["--imports", imports] if imports else [])]
 
 
-def call(*command: str, stdin: str = "", stream: str = "stdout") -> str:
+def call(*command: str, stdin: str = "", stream: str = "stdout", timeout_s: float = _COMMAND_S) -> str:
     """Output of a command. Raises: NotInstalledError: not installed; RoleError: it failed.
 
     stream: "stdout" or "stderr".
     """
     pipes: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "input": stdin}
     try:
-        done = subprocess.run(command, timeout=_COMMAND_S, check=False, **pipes)
+        done = subprocess.run(command, timeout=timeout_s, check=False, **pipes)
     except FileNotFoundError:
-        raise not_installed(command[0]) from None
+        raise NotInstalledError(
+            f"{command[0]} is not installed: use a login node of the cluster, or rftdask run with cluster.type=local "
+            "on one machine"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise no_answer(" ".join(command), _COMMAND_S) from None
+        raise RoleError(
+            f"{' '.join(command)} did not answer in {timeout_s:g} s: the batch system is overloaded or down; run the "
+            "command by hand, and try again once it answers"
+        ) from None
     if done.returncode:
         raise RoleError(f"{' '.join(command)} failed ({done.returncode}): {done.stderr.strip()}")
     return str(getattr(done, stream))
-
-
-def not_installed(command: str) -> NotInstalledError:
-    """Return the error for a command of a batch system that is missing on this machine."""
-    return NotInstalledError(
-        f"{command} is not installed: use a login node of the cluster, or rftdask run with cluster.type=local on one "
-        "machine"
-    )
-
-
-def no_answer(command: str, seconds: float) -> RoleError:
-    """Return the error for a command of a batch system that hangs."""
-    return RoleError(
-        f"{command} did not answer in {seconds:g} s: the batch system is overloaded or down; run the command by "
-        "hand, and try again once it answers"
-    )
 
 
 def for_all_jobs(jobs: Iterable[Job], act: Callable[[Job], object]) -> None:

@@ -12,7 +12,6 @@ import getpass
 import importlib
 import re
 import shlex
-import shutil
 import signal
 import sys
 import threading
@@ -32,8 +31,6 @@ from rftdask.cluster.batch_cluster import (
     for_all_jobs,
     join_options,
     log_folder,
-    no_answer,
-    not_installed,
 )
 from rftdask.cluster.driver_script import (
     DRIVER_OPTIONS,
@@ -156,20 +153,15 @@ class JobQueueCluster(BatchCluster):
         return str(cls.load_job_class()(**cls.job_options(config, role, name, folder, logs)).job_script())
 
     def start_job(self, role: str, name: str) -> str:
-        """Submit a job. Returns: its id. Raises: RftError, RuntimeError, OSError, ValueError: refused."""
+        """Submit a job. Returns: its id. Raises: RftError, OSError, ValueError: refused."""
         job = self.load_job_class()(**self.job_options(self._config, role, name, self._folder, self._logs))
         # The job class expects the loop of the cluster.
         return str(self._cluster.sync(self._submit_job, job))
 
     @staticmethod
     async def _submit_job(job: Any) -> str:
-        command = job.submit_command.split()[0]
-        if shutil.which(command) is None:
-            raise not_installed(command)
-        try:
-            await asyncio.wait_for(job.start(), SUBMIT_S)
-        except TimeoutError:
-            raise no_answer(command, SUBMIT_S) from None
+        job._call = _call
+        await job.start()
         return str(job.job_id)
 
     @classmethod
@@ -246,8 +238,8 @@ class JobQueueCluster(BatchCluster):
         job = cls.controller(config, folder, log_folder(storage, folder))
         try:
             job_id = asyncio.run(cls._submit_job(job))
-        except (RuntimeError, OSError, ValueError) as error:
-            raise RoleError(f"{config.cluster.type} refuses the job of the controller: {error}") from error
+        except (RoleError, OSError, ValueError) as error:
+            raise RoleError(f"the job of the controller could not be submitted: {error}") from error
         return cls.record(config, CONTROLLER, CONTROLLER, job_id)
 
     @classmethod
@@ -279,6 +271,15 @@ class JobQueueCluster(BatchCluster):
         parts = [int(part) for part in str(walltime).split(":")]
         parts += [0] * (cls.walltime_parts - len(parts))
         return sum(part * 60.0**power for power, part in enumerate(reversed(parts))) * cls.walltime_unit_s
+
+
+async def _call(command: Sequence[str], *, shell: bool = False) -> str:
+    """Output of a submit command. dask-jobqueue would leave a hanging one running, and drop the errors of bsub."""
+    words, stdin = command, ""
+    if shell:  # ["bsub< FILE 2> /dev/null"]
+        program, _, file = command[0].partition("<")
+        words, stdin = program.split(), Path(file.removesuffix("2> /dev/null").strip()).read_text()
+    return await asyncio.to_thread(call, *words, stdin=stdin, timeout_s=SUBMIT_S)
 
 
 class PbsCluster(JobQueueCluster):

@@ -139,12 +139,23 @@ def test_a_missing_or_hanging_submit_command_is_named(tmp_path: Path, monkeypatc
     config = configured(tmp_path, "cluster.type=pbs", "cluster.options={cores: 1, memory: 1GB}")
     storage = open_storage(config.checkpoint_job_dir)
     monkeypatch.setenv("PATH", str(tmp_path))
+    lsf = configured(tmp_path, "cluster.type=lsf", "cluster.options={cores: 1, memory: 1GB, lsf_units: mb}")
     with pytest.raises(NotInstalledError, match="qsub is not installed: use a login node"):
         PbsCluster.submit_controller(config, private(config), storage)
+    with pytest.raises(NotInstalledError, match="bsub is not installed: use a login node"):
+        LsfCluster.submit_controller(lsf, private(lsf), storage)
+    (tmp_path / "bsub").write_text("#!/bin/sh\necho no such queue >&2; exit 255\n")
+    (tmp_path / "bsub").chmod(0o755)
+    with pytest.raises(RoleError, match=r"could not be submitted: bsub failed \(255\): no such queue"):
+        LsfCluster.submit_controller(lsf, private(lsf), storage)
+    (tmp_path / "bsub").write_text('#!/bin/sh\nread line; echo "Job <17> $line"\n')
+    assert LsfCluster.submit_controller(lsf, private(lsf), storage).job_id == "17"
     (tmp_path / "qsub").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     (tmp_path / "qsub").chmod(0o755)
     monkeypatch.setattr(jobqueue, "SUBMIT_S", 0.3)
-    with pytest.raises(RoleError, match=r"qsub did not answer in 0\.3 s: the batch system is overloaded or down; run"):
+    with pytest.raises(
+        RoleError, match=r"qsub \S+ did not answer in 0\.3 s: the batch system is overloaded or down; run"
+    ):
         PbsCluster.submit_controller(config, private(config), storage)
 
 
