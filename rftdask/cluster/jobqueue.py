@@ -86,7 +86,7 @@ class JobQueueCluster(BatchCluster):
         """Plan workers with the cores in the options of their roles."""
         section = config.cluster
         options = {role: {**section.options, **section.options.get(role, {})} for role in ROLES}
-        cores = {role: int(chosen.get("cores", section.num_cpus or 1)) for role, chosen in options.items()}
+        cores = {role: int(own.get("cores", section.num_cpus or 1)) for role, own in options.items()}
         return plan_jobs(stages, cores, section.node_num * section.gpu_per_node or None)
 
     @classmethod

@@ -165,7 +165,6 @@ class SlurmCluster(BatchCluster):
     @classmethod
     def shape(cls, config: Config, role: str, num_workers: int) -> JobShape:
         """Jobs for `num_workers` workers of a role. Raises: UserError: jobs would have unused GPUs or tasks."""
-        exploring = [stage for stage in config.stage_configs() if stage.has_explorer]
         job: WorkerJobConfig = getattr(config.cluster.slurm, role)
         of_engines = {TRAINER_RESOURCE: 1, AUXILIARY_RESOURCE: max(auxiliary_sizes(config.stage_configs()), default=1)}
         gpus_each = of_engines.get(role) or _gpus_of_engines(config)
@@ -176,8 +175,9 @@ class SlurmCluster(BatchCluster):
             )
         shape = shape_of(role, job, num_workers, gpus_each)
         if shape.span > 1:
-            for stage in exploring:
-                check_spans(stage, job)
+            for stage in config.stage_configs():
+                if stage.has_explorer:
+                    check_spans(stage, job)
         return shape
 
     @classmethod
@@ -215,7 +215,7 @@ class SlurmCluster(BatchCluster):
     @classmethod
     def is_requeued(cls, job_id: str) -> bool:
         """True if SLURM may requeue a job, which a site can forbid (JobRequeue, --no-requeue)."""
-        return not re.search(r"\bRequeue=0\b", call("scontrol", "--oneliner", "show", "job", job_id))
+        return _show_job(job_id).get("Requeue") != "0"
 
     @classmethod
     def interrupt(cls, job_id: str) -> bool:
@@ -240,10 +240,9 @@ class SlurmCluster(BatchCluster):
     def reason(cls, job_id: str) -> str:
         """State and exit code from scontrol, which keeps ended jobs for some minutes: "TIMEOUT (exit 0:15)"."""
         try:
-            output = call("scontrol", "--oneliner", "show", "job", job_id)
+            fields = _show_job(job_id)
         except RoleError:
             return ""
-        fields = dict(re.findall(r"(\w+)=(\S+)", output))
         return f"{fields.get('JobState', '')} (exit {fields.get('ExitCode', '?')})"
 
     @classmethod
@@ -268,10 +267,8 @@ class SlurmCluster(BatchCluster):
     def job_script(cls, config: Config, role: str, num_workers: int, name: str, folder: SecretsDir, logs: Path) -> str:
         """Script from `cluster.slurm.<role>`. A preempted job is requeued under its id."""
         job, shape = getattr(config.cluster.slurm, role), cls.shape(config, role, num_workers)
-        worker = _worker(config, role, folder, shape.span)
-        # Completed by the shell. Names have the numbers of the job and its start, since known names are refused.
-        number = "${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"
-        name_options = f'--name "{name}-{number}" --local-directory "${{TMPDIR:-/tmp}}"'
+        # Names have the numbers of the job and its start, since known names are refused.
+        worker = _worker(config, role, folder, shape.span, name + "-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}")
         # A failing task ends the job, because the others wait for it, and the next job may get a better node.
         srun = step(job, shape, "--kill-on-bad-exit=1") if shape.num_tasks > 1 else ""
         submitted = os.environ.get(SUBMITTED, "")
@@ -280,7 +277,7 @@ class SlurmCluster(BatchCluster):
             # For sites that do not pass the environment on to jobs.
             *([f"export {SUBMITTED}={shlex.quote(submitted)}"] * bool(submitted)),
             # Replaces the shell of the script, so that the worker receives signals of the batch system.
-            "exec " + command_of(config, role, f"{worker} {name_options}", srun),
+            "exec " + command_of(config, role, worker, srun),
         ]
         return batch_script(config, name, role, job, logs, shell, shape=shape)
 
@@ -383,8 +380,7 @@ class SlurmStepsCluster(SlurmCluster):
         # --exact leaves the rest to steps of other roles and runs; memory is shared.
         options = (f"--jobid={job_id}", "--exact", "--mem=0", "--kill-on-bad-exit=1", *gpus)
         # `exec` keeps the process id of the shell, which is part of the id of the step.
-        name_options = f'--name "{name}-{job_id}.$$-0" --local-directory "${{TMPDIR:-/tmp}}"'
-        worker = f"{_worker(config, role, folder, shape.span)} {name_options}"
+        worker = _worker(config, role, folder, shape.span, f"{name}-{job_id}.$$-0")
         command = command_of(config, role, worker, step(job, shape, *options))
         log = f'exec >>{shlex.quote(str(logs))}/"{name}-{job_id}.$$.log" 2>&1'
         return "\n".join([log, *job.prologue, *staging(config), f"exec {command}\n"])
@@ -412,19 +408,18 @@ class SlurmStepsCluster(SlurmCluster):
     @classmethod
     def cancel(cls, *job_ids: str) -> None:
         """Terminate each srun, which ends its tasks. Idempotent."""
-        steps = {job_id: process for job_id in job_ids if (process := _process_of(job_id)) is not None}
-        for process in steps.values():
-            with suppress(psutil.NoSuchProcess):
-                process.terminate()
+        for_all_jobs(job_ids, cls._cancel_step)
 
-        def wait(job_id: str) -> None:
+    @classmethod
+    def _cancel_step(cls, job_id: str) -> None:
+        if (process := _process_of(job_id)) is not None:
+            process.terminate()
             # A second signal would end srun without its tasks.
-            try:
-                _steps[job_id].wait(_END_S)
-            except subprocess.TimeoutExpired:
-                raise RoleError(f"step {job_id} did not end in {_END_S:.0f} s") from None
-
-        for_all_jobs([job_id for job_id in steps if job_id in _steps], wait)
+            if job_id in _steps:
+                try:
+                    _steps[job_id].wait(_END_S)
+                except subprocess.TimeoutExpired:
+                    raise RoleError(f"step {job_id} did not end in {_END_S:.0f} s; end its srun by hand") from None
 
 
 def controller_text(config: Config, folder: SecretsDir, storage: Storage) -> str:
@@ -466,7 +461,8 @@ def allocation_script(config: Config, layout: Layout, folder: SecretsDir, storag
         job, shape = section.controller, ONE_TASK
     else:
         job, shape = alike({role: getattr(section, role) for role in parts}, section.controller, parts)
-    text = batch_script(config, CONTROLLER, CONTROLLER, job, logs, shell, _driver_asks(config), asks, shape=shape)
+    options = (*_driver_asks(config), *asks)
+    text = batch_script(config, CONTROLLER, CONTROLLER, job, logs, shell, options, shape=shape)
     return Script(CONTROLLER, CONTROLLER, text)
 
 
@@ -508,14 +504,12 @@ def offline_scripts(
         text = batch_script(
             config, name, EXPLORER_RESOURCE, explore, logs, shell, asks, number="%A_%a", shape=of_explorers
         )
-        after = f"train-{number - 1}" if number > 1 else None
-        scripts.append(Script(name, "explore", text, after))
+        scripts.append(Script(name, "explore", text, f"train-{number - 1}" if number > 1 else None))
         learn = _rftdask(
             config, TRAINER_RESOURCE, *run, "mode=train", "cluster.type=local", "cluster.node_num=0", *cores
         )
         shell = [takes_sources(folder), *staging(config), *driver_shell(folder, learn, ON_SLURM)]
-        asks, after = _driver_asks(config), name
-        name = f"train-{number}"
+        after, name, asks = name, f"train-{number}", _driver_asks(config)
         text = batch_script(config, name, TRAINER_RESOURCE, train, logs, shell, asks, shape=of_trainer)
         scripts.append(Script(name, "train", text, after, "_0"))
     return tuple(scripts)
@@ -551,7 +545,6 @@ def batch_script(
     logs: Path,
     shell: Sequence[str],
     options: Sequence[str] = (),
-    more: Sequence[str] = (),
     number: str = "%j",
     shape: JobShape = ONE_TASK,
 ) -> str:
@@ -560,8 +553,7 @@ def batch_script(
     Args:
         name: name of the job and its log.
         role: role of its command.
-        options: options of sbatch for this job.
-        more: further directives.
+        options: options of sbatch for this job, and those of the other parts of a heterogeneous job.
         number: pattern of the job id in the name of the log.
     Raises: UserError: the site's template fails.
     """
@@ -571,9 +563,8 @@ def batch_script(
         f"--output={logs}/{name}-{number}.log",
         "--open-mode=append",
         "--requeue",
-        *options,
         *asks_for(job, shape),
-        *more,
+        *options,
     ]
     return _render(config, role, directives=directives, prologue=job.prologue, shell="\n".join(shell))
 
@@ -612,8 +603,7 @@ def asks_for(job: JobConfig, shape: JobShape) -> list[str]:
     memory = []
     # By core and task, because each task is a worker. A whole node has more cores, so it gets all of its memory (0).
     if job.memory is not None:
-        by_core = f"--mem-per-cpu={-(-megabytes(job.memory) // job.cpus)}M"
-        memory = ["--mem=0" if job.exclusive else by_core]
+        memory = ["--mem=0" if job.exclusive else f"--mem-per-cpu={-(-megabytes(job.memory) // job.cpus)}M"]
     return [*_places(shape), f"--cpus-per-task={job.cpus}", *memory, *directives(job)]
 
 
@@ -670,10 +660,10 @@ def _places(shape: JobShape) -> list[str]:
     return [f"--nodes={shape.nodes}", f"--ntasks={shape.num_tasks}", f"--ntasks-per-node={shape.tasks_per_node}"]
 
 
-def _worker(config: Config, role: str, folder: SecretsDir, span: int) -> str:
-    """Return the arguments of Python that start a worker. The job's shell adds its name and folder."""
+def _worker(config: Config, role: str, folder: SecretsDir, span: int, name: str) -> str:
+    """Return the arguments of Python that start a worker, whose name and folder the shell of its job completes."""
     colocates = any(stage.cluster.colocate for stage in config.stage_configs())
-    return shlex.join(
+    arguments = shlex.join(
         [
             *("-m", "rftdask.cluster.join"),
             *(("--span", str(span)) if span > 1 else ()),
@@ -682,6 +672,7 @@ def _worker(config: Config, role: str, folder: SecretsDir, span: int) -> str:
             *(*join_options(config, role), "--death-timeout", str(DEATH_TIMEOUT_S)),
         ]
     )
+    return f'{arguments} --name "{name}" --local-directory "${{TMPDIR:-/tmp}}"'
 
 
 def _gpus_of_engines(config: Config) -> int:
@@ -770,12 +761,16 @@ def allocation() -> str | None:
 
 def read_allocation(job_id: str) -> Capacity:
     """Nodes of an allocation. Raises: RoleError: unknown to SLURM."""
-    fields: dict[str, str] = dict(re.findall(r"(\w+)=(\S+)", call("scontrol", "--oneliner", "show", "job", job_id)))
+    fields = _show_job(job_id)
     nodes = int(fields.get("NumNodes", "1").partition("-")[0])
     # For jobs with whole nodes only AllocTRES has the number of GPUs.
     in_all = re.search(r"(?<![\w/])gres/gpu=(\d+)", fields.get("AllocTRES") or fields.get("TRES", ""))
     gpus = max(count_gres(fields.get("TresPerNode")), int(in_all[1]) // nodes if in_all else 0)
     return Capacity(f"of allocation {job_id}", nodes, int(fields.get("NumCPUs", "1")) // nodes, gpus)
+
+
+def _show_job(job_id: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S+)", call("scontrol", "--oneliner", "show", "job", job_id)))
 
 
 def _process_of(job_id: str) -> psutil.Process | None:
