@@ -129,8 +129,8 @@ def for_all_jobs(jobs: Iterable[Job], act: Callable[[Job], object]) -> None:
             errors[str(error)] = error
     if len(errors) > 1:
         raise RoleError("; ".join(errors))
-    for error in errors.values():
-        raise error
+    if errors:
+        raise next(iter(errors.values()))
 
 
 def forget_job() -> None:
