@@ -1,9 +1,12 @@
-"""Promises of all clusters."""
+"""Promises of all clusters, and of existing Dask clusters."""
 
 import pytest
 
 from rftdask.cluster.base import close_in_turn, control_workers
-from tests.unit.cluster.worker_cases import workers
+from rftdask.cluster.existing import ExistingCluster, assign
+from rftdask.config import load_config
+from rftdask.errors import UserError
+from tests.unit.cluster.worker_cases import LAYOUT, workers
 
 
 def test_rollouts_cannot_kill_the_control_worker() -> None:
@@ -33,3 +36,34 @@ def test_a_slow_close_fails_no_run(caplog: pytest.LogCaptureFixture) -> None:
     assert closed == [1e6, 12]
     (message,) = caplog.messages
     assert "too slow to close" in message
+
+
+def test_workers_without_roles_get_them_in_name_order() -> None:
+    assert assign(workers({}, {}, {}, {}), LAYOUT) == {
+        "tcp://0": {"trainer": 1.0},
+        "tcp://1": {"trainer": 1.0},
+        "tcp://2": {"explorer": 1.0},
+    }
+
+
+def test_workers_with_roles_keep_them() -> None:
+    assert assign(workers({"trainer": 1}, {"trainer": 1}, {"explorer": 1}, {}), LAYOUT) == {}
+    with pytest.raises(UserError, match="2 workers for role trainer are needed, and 1 of the 2 workers hold"):
+        assign(workers({"trainer": 1}, {"explorer": 1}), LAYOUT)
+
+
+def test_too_few_workers_are_refused() -> None:
+    with pytest.raises(UserError, match=r"2 trainer \+ 1 explorers = 3 workers are needed, and .* has 2"):
+        assign(workers({}, {}), LAYOUT)
+
+
+def test_an_existing_cluster_needs_exactly_one_address() -> None:
+    tree = {
+        "model": {"model_path": "m", "max_model_len": 64},
+        "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
+        "cluster": {"type": "existing", "options": {"adress": "tcp://x"}},
+    }
+    with pytest.raises(UserError, match="adress is not an option; use address, scheduler_file"):
+        ExistingCluster(load_config(tree), LAYOUT)
+    with pytest.raises(UserError, match="needs either address or scheduler_file"):
+        ExistingCluster(load_config({**tree, "cluster": {"type": "existing"}}), LAYOUT)
