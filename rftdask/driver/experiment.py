@@ -414,7 +414,6 @@ class Experiment:
 
 @contextlib.contextmanager
 def _stopping_on_interrupt(experiment: Experiment, view: ProgressView) -> Iterator[None]:
-    """Handle Ctrl-C: the first ends the run with a checkpoint, the second ends it at once."""
     interrupted = False
 
     def on_interrupt(*_: object) -> None:
@@ -527,7 +526,6 @@ class StageObserver:
         self._logs.poll()
 
     def close(self) -> None:
-        """Send the remaining metrics to the tracker, and close the logs."""
         self.contents.close()
         for feed in self._feeds:
             feed.close()

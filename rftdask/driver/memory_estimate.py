@@ -100,7 +100,6 @@ class Estimate:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes on each GPU."""
         return _sum(self.parts)
 
     def limit(self, memory_bytes: float) -> float:
@@ -808,7 +807,6 @@ def can_be_sized(config: Config) -> bool:
 
 
 def render(estimates: list[Estimate]) -> str:
-    """Return a table as text."""
     lines = []
     for role in estimates:
         gpus = f": {role.num_gpus} GPU{'s' if role.num_gpus > 1 else ''}, on each" if role.num_gpus else ""

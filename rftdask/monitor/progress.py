@@ -90,7 +90,6 @@ class Progress:
         return None if not self.total_steps else min(1.0, self.step / self.total_steps)
 
     def line(self) -> str:
-        """Format all known values in one line."""
         known = [f"{label} {text}" for label, text in self.columns() if text != "-"]
         return "  ".join([f"[{self.title}]", *known, *self.notes])
 
@@ -232,7 +231,6 @@ class TerminalView(ProgressView):
 
 
 def panel(progress: Progress) -> RenderableType:
-    """Build the panel of `TerminalView`."""
     from rich.columns import Columns
     from rich.console import Group
     from rich.panel import Panel

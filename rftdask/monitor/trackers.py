@@ -308,8 +308,6 @@ def table_rows(step: int, rollouts: Sequence[RolloutRow]) -> list[list[Any]]:
 
 
 def markdown_table(step: int, rollouts: Sequence[RolloutRow]) -> str:
-    """Return the rows of `table_rows` as a Markdown table."""
-
     def cell(value: Any) -> str:
         return html.escape(str(value)).replace("|", "&#124;").replace("\n", "<br>")
 

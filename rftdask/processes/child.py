@@ -154,7 +154,6 @@ class Child:
         return message
 
     def request(self, message: Any, timeout_s: float) -> Any:
-        """Send a message and receive the answer."""
         self.send(message)
         return self.receive(timeout_s)
 

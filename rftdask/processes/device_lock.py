@@ -88,7 +88,6 @@ class DeviceLock:
             time.sleep(_POLL_INTERVAL_S)
 
     def timeout(self, timeout_s: float) -> WaitTimeout:
-        """The error after a wait of `timeout_s`."""
         holder = "an engine" if self._exclusive else "a trainer rank"
         return WaitTimeout(
             f"{holder} did not release the shared device {', '.join(self._names)} for {timeout_s:.0f} s; raise "

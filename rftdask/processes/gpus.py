@@ -139,7 +139,6 @@ def _cuda() -> Any:
 
 
 def _why_not(cuda: Any) -> str:
-    """The reason why torch has no CUDA device."""
     import torch  # late, as above
 
     if torch.version.cuda is None and torch.version.hip is None:

@@ -68,7 +68,6 @@ class Panel:
 
 
 def panels_of(chart: Chart, stages: Stages) -> list[Panel]:
-    """Return a panel for each stage with the metric, in order."""
     panels = []
     for name, metrics in stages:
         if chart.metric not in metrics:

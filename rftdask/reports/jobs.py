@@ -44,7 +44,6 @@ class RunJobs:
     """Why the usage of SLURM jobs is unknown."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object printed by `--json`."""
         usage = None if self.usage is None else asdict(self.usage)
         return {"jobs": [asdict(job) for job in self.jobs], "why": self.why, "usage": usage}
 

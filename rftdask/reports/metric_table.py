@@ -40,7 +40,6 @@ DIRECTIONS: dict[Direction, str] = {"up": "higher is better", "down": "lower is 
 
 
 def explain(name: str) -> Metric | None:
-    """Return the explanation of a metric, or None if the package does not define it."""
     matches = (metric for pattern, metric in METRIC_PATTERNS.items() if re.fullmatch(pattern, name))
     return METRICS.get(name) or next(matches, None)
 

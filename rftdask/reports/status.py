@@ -54,7 +54,6 @@ class StageStatus:
     """Seconds since a role last wrote metrics."""
 
     def render(self) -> str:
-        """Format the status as a heading and one indented line per known fact."""
         lines = [f"{self.name}  {self.mode}  {self.algorithm}  {self.state}  {self.folder}"]
         if self.state == "not started":
             return lines[0]
@@ -148,7 +147,6 @@ class RunLine:
 
     @property
     def is_alive(self) -> bool:
-        """True while a process works on the run."""
         return self.state == "running"
 
 

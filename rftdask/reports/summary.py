@@ -138,7 +138,6 @@ class RunSummary:
 
     @property
     def adds_up(self) -> bool:
-        """True if committed = trained + dropped + waiting."""
         return 2 * self.counts.get("committed", 0) == sum(self.counts.values())
 
 
@@ -257,7 +256,6 @@ def _changes(name: str, stage: StageReader) -> list[Change]:
 
 
 def _files_of(url: str, stages: Sequence[StageReader]) -> dict[str, str]:
-    """Describe the files that exist below `url`."""
     root = open_storage(url)
     names = root.list()
     files = {REPORT_NAME: "curves, answers and settings"}  # written after this summary

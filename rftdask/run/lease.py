@@ -262,7 +262,6 @@ def parse_lease(data: bytes) -> dict[str, Any]:
 
 
 def lease_path(role: str, number: int) -> str:
-    """Path of a lease in the run folder."""
     return f"control/lease-{role}-{number}.json"
 
 

@@ -124,7 +124,6 @@ class LocalEngines(EnginePool):
         raise RoleError(f"{engine} has died; run the same command again to continue")
 
     async def close(self) -> None:
-        """See EnginePool."""
         await super().close()
         for engine in self._engines:
             engine.close()

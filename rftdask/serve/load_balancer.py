@@ -87,7 +87,6 @@ class LoadBalancer(RequestQueue):
         self._slots.append(_Slot(engine, queue))
 
     def take_lost(self) -> list[AskedEngine]:
-        """Remove and return the lost engines."""
         lost = [slot for slot in self._slots if slot.is_lost]
         # `is_lost` is read once: an engine that is lost from here on is returned by the next call.
         self._slots = [slot for slot in self._slots if slot not in lost]
@@ -155,6 +154,5 @@ class LoadBalancer(RequestQueue):
         )
 
     async def close(self) -> None:
-        """See RequestQueue."""
         for slot in self._slots:
             await slot.queue.close()

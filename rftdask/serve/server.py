@@ -305,7 +305,6 @@ class PolicyServer:
         return _success(session_id=name, api_key=self.key_of(name), base_path=f"/sessions/{name}/v1")
 
     async def _feedback(self, request: Request) -> Response:
-        """End sessions with a reward."""
         named, body = self._authorize(request), await _body(request)
         reward = None if body is None else body.get("reward")
         if body is None or isinstance(reward, bool) or not isinstance(reward, int | float):

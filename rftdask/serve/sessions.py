@@ -151,7 +151,6 @@ class SessionStore:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sessions that wait for others of their task."""
         with self._lock:
             return sum(map(len, self._waiting.values()))
 

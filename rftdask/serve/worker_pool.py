@@ -130,7 +130,6 @@ class WorkerEngines(EnginePool):
         engine.close()  # needed if it hangs
 
     async def close(self) -> None:
-        """See EnginePool."""
         await super().close()
         self._engines.close()
 

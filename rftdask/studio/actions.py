@@ -45,13 +45,11 @@ class Started:
 
     @property
     def state(self) -> str:
-        """running, finished or failed."""
         code = self.process.poll()
         return "running" if code is None else "finished" if code == 0 else "failed"
 
     @property
     def tail(self) -> str:
-        """End of the output."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
@@ -66,7 +64,6 @@ class Actions:
         self._logs: Path | None = None
 
     def configs(self) -> list[str]:
-        """List the names of the configurations, sorted."""
         with contextlib.suppress(NotFoundError):
             return sorted(n.removesuffix(".yaml") for n in self._storage.list(CONFIGS) if n.endswith(".yaml"))
         return []
@@ -79,7 +76,6 @@ class Actions:
             raise DataError(f"{self._folder.url} has no {_path(name)}") from None
 
     def check(self, fields: Fields, gpu: str = "") -> Checked:
-        """Check a form; see `check_form`."""
         return check_form(fields, self._folder.url, gpu)
 
     def save(self, name: str, fields: Fields, *, replace: bool = False) -> str:
@@ -125,7 +121,6 @@ class Actions:
             return started
 
     def started(self) -> list[Started]:
-        """List the started commands, the newest first."""
         with self._lock:
             return self._started[::-1]
 

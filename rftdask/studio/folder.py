@@ -99,8 +99,6 @@ class Folder:
         return self._of_run("fingerprints", name, read)
 
     def line(self, name: str) -> RunLine:
-        """Status of a run in one line."""
-
         def read(url: str) -> tuple[RunLine, object]:
             _, (before, last_mark) = self._cache.get(("line", name), (0.0, (None, None)))
             mark = _mark(url)
@@ -153,7 +151,6 @@ class Folder:
         return self._of_run("status", name, read_status)
 
     def jobs(self, name: str) -> RunJobs:
-        """Jobs of a run on a batch system."""
         return self._of_run("jobs", name, read_run_jobs)
 
     def logs(self, name: str, num_lines: int) -> dict[str, list[str]]:
@@ -167,7 +164,6 @@ class Folder:
         return self._of_run("logs", name, read)
 
     def browser(self, name: str, *, evals: bool = False) -> Browser:
-        """Experiences of a run, or its answers to evaluations."""
         return self._of_run("browser", name, lambda url: Browser(url, evals=evals), evals)
 
     def clear(self) -> None:

@@ -205,19 +205,16 @@ class Studio:
     # ---- runs
 
     def runs(self, request: Request) -> Response:
-        """List of all runs, to filter, open and compare them."""
         if self.folder.runs() == [HERE]:
             return RedirectResponse(link("run"), status_code=303)
         return _page("runs.html.j2", scripts=True, lines=self.folder.lines(), url=self.folder.url, **self._can())
 
     def run(self, request: Request) -> Response:
-        """Overview of a run: result, warnings, status and curves."""
         name, folder = self._name(request), self.folder
         values = contents.overview(folder.stages(name), folder.status(name), folder.summary(name))
         return self._run_page(name, "run", scripts=True, **values)
 
     def curves(self, request: Request) -> Response:
-        """Metrics of the runs that a page draws."""
         names = self._several(request)
         # Before the stages, which are read again if the run has ended.
         lines = [self.folder.line(name) for name in names]
@@ -232,7 +229,6 @@ class Studio:
         )
 
     def compare(self, request: Request) -> Response:
-        """Comparison of several runs: their differing settings, then their curves in one plot."""
         names = self._several(request)
         differing = self._differing(names)
         return _page(
@@ -259,7 +255,6 @@ class Studio:
     # ---- answers
 
     def samples(self, request: Request) -> Response:
-        """Rewards by task and step, which show the tasks that were learned."""
         name, query = self._name(request), request.query_params
         evals = self._shows_evals(name, query)
         if (order := query.get("order", "")) not in TASK_ORDERS:
@@ -269,12 +264,10 @@ class Studio:
         return self._run_page(name, "samples", **values)
 
     def task(self, request: Request) -> Response:
-        """Answers to one task, from the first policy version to the last."""
         wanted = {key: request.query_params.get(key, "") for key in ("stage", "taskset", "task_index")}
         return self._groups(request, "task", wanted)
 
     def groups(self, request: Request) -> Response:
-        """Groups of a step, with the answers of a group side by side."""
         return self._groups(request, "groups", {})
 
     def _groups(self, request: Request, page: str, wanted: dict[str, str]) -> Response:
@@ -332,12 +325,10 @@ class Studio:
         return self._run_page(name, "experiences", "experience", shown=shown, levels=LEVELS, evals=evals)
 
     def distributions(self, request: Request) -> Response:
-        """Rewards and lengths of the rollouts by explore step."""
         name = self._name(request)
         return self._run_page(name, "distributions", **contents.distributions(self.folder.browser(name).rows))
 
     def sql(self, request: Request) -> Response:
-        """Result of a SQL statement over the tables of a run."""
         name = self._name(request)
         text = request.query_params.get("q", "").strip() or OVERVIEW.strip()
         table, problem = None, ""
@@ -364,18 +355,15 @@ class Studio:
     # ---- processes
 
     def cluster(self, request: Request) -> Response:
-        """Processes, machines, jobs and used resources of a run."""
         name, folder = self._name(request), self.folder
         values = contents.cluster(folder.stages(name), folder.status(name), folder.jobs(name))
         return self._run_page(name, "cluster", scripts=True, **values)
 
     def about(self, request: Request) -> Response:
-        """Meanings of the metrics, versions and settings of a run."""
         name = self._name(request)
         return self._run_page(name, "about", **contents.about(self.folder.stages(name), self.folder.summary(name)))
 
     def logs(self, request: Request) -> Response:
-        """Last log lines of the processes of a run."""
         name, role = self._name(request), request.query_params.get("role", "")
         logs = self.folder.logs(name, _LOG_LINES)
         names = {log: log.rpartition("/")[2] for log in logs}

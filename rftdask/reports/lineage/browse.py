@@ -158,7 +158,6 @@ class Browser:
         """Files that could not be read."""
 
     def choices(self, *columns: str) -> list[str]:
-        """List the distinct values of these columns, for a menu."""
         return sorted({str(value) for column in columns for value in self.rows[column].dropna().unique()})
 
     def page(self, wanted: Filter, number: int, size: int = PAGE_SIZE) -> ListPage:
@@ -191,7 +190,6 @@ class Browser:
         return ListPage(records(matches.iloc[(number - 1) * size : number * size]), len(matches), number, num_pages)
 
     def show(self, stage: str, shard: str, row: int) -> Shown | None:
-        """Return one experience, or None if it does not exist."""
         place = (stage, shard, row)
         experiences, states, groups = self._index
         if place not in experiences:

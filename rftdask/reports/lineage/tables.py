@@ -158,7 +158,6 @@ class RunTables:
 
     @cached_property
     def _entries(self) -> list[tuple[StageReader, LedgerEntry]]:
-        """Ledger entries of all lineages, by stage."""
         entries: list[tuple[StageReader, LedgerEntry]] = []
         for stage in self.stages:
             for lineage in (name.rstrip("/") for name in stage.storage.list("ledger") if name.endswith("/")):

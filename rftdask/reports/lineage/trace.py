@@ -173,7 +173,6 @@ def _where(table: pa.Table, **values: object) -> pa.Table:
 
 
 def _trace(tables: RunTables, stage: StageReader, uid: str, unit: pa.Table) -> Trace:
-    """Build the trace of `uid` from the rows of its work unit."""
     mine = _where(unit, uid=uid).slice(0, 1).to_pylist()[0]
     group = _where(unit, taskset=mine["taskset"], epoch=mine["epoch"], task_index=mine["task_index"])
     ledger = _where(tables.table("ledger"), stage=stage.name)
@@ -207,7 +206,6 @@ def _trace(tables: RunTables, stage: StageReader, uid: str, unit: pa.Table) -> T
 
 
 def _weights_verdict(tables: RunTables, stage: StageReader, row: Mapping[str, Any]) -> str:
-    """Compare the hash in the row with the stored weights of that version."""
     version, mine = row["max_policy_version"], row["weights_hash"]
     if not mine:
         return "no hash was recorded"

@@ -29,7 +29,6 @@ _MAX_PAUSE_S = 120.0
 
 
 def overview(stages: Sequence[StageReader], status: Sequence[StageStatus], summary: RunSummary) -> dict[str, Any]:
-    """Values of the overview page: the result, the use of time, and the state of each stage."""
     begun = [stage for stage in stages if stage.has_begun]
     lanes, seconds = timeline_of(begun[-1]) if begun else ({}, 0.0)
     return {
@@ -73,7 +72,6 @@ def samples(rows: pd.DataFrame, evals: bool, query: Mapping[str, str], number: i
 
 
 def distributions(rows: pd.DataFrame) -> dict[str, Any]:
-    """Values of the distributions page: rewards, lengths and group outcomes of the rollouts by explore step."""
     columns = {"reward": "Reward", "response_length": "Response length (tokens)", "surprise": "Mean logprob"}
     drawn = []
     for stage in map(str, rows["stage"].unique()):
@@ -83,7 +81,6 @@ def distributions(rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def cluster(stages: Sequence[StageReader], status: Sequence[StageStatus], jobs: RunJobs) -> dict[str, Any]:
-    """Values of the cluster page: processes, machines, jobs, and the resources used."""
     workers = workers_of([stage for stage in stages if stage.has_begun])
     return {
         "jobs": jobs,
@@ -95,7 +92,6 @@ def cluster(stages: Sequence[StageReader], status: Sequence[StageStatus], jobs: 
 
 
 def about(stages: Sequence[StageReader], summary: RunSummary) -> dict[str, Any]:
-    """Values of the about page: meanings of the metrics, fates of the experiences, versions and settings."""
     # Metrics are columns of floats; tags such as the taskset are text.
     measured = {
         str(column)

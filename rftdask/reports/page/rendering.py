@@ -44,7 +44,6 @@ def render(template: str, *, package: str = "", scripts: bool = False, **values:
 
 
 def get_template(name: str, package: str = "") -> Template:
-    """Return a compiled template; see `render`."""
     return _environment(package).get_template(name)
 
 
