@@ -404,7 +404,7 @@ class Experiment:
 
         step: checkpoint step. None: the newest. Raises: UserError: the Hub refuses; DataError: no model yet.
         """
-        from rftdask.driver.hub_push import push  # late: loads torch
+        from rftdask.driver.convert import push  # late: loads torch
 
         return push(self.url, repo, step=step, private=private, merge_lora=merge_lora)
 

@@ -5,7 +5,6 @@ answers.
 from __future__ import annotations
 
 import ast
-import csv
 import inspect
 import json
 import shutil
@@ -18,6 +17,7 @@ from typing import Any
 from rftdask.cluster.job_shapes import Capacity, hours
 from rftdask.config import Config, load_config
 from rftdask.config.base import Section
+from rftdask.data.datasets import SUFFIXES, open_dataset
 from rftdask.errors import DataError, UserError
 
 SCHEMA_FILE = "rftdask.schema.json"
@@ -154,51 +154,50 @@ class FirstConfig:
         question, answer, num_rows = _columns(self.tasks)
         small = self.where == "laptop"
         batch_size = min(num_rows, 2 if small else 32)
-        lines = [
-            f"# yaml-language-server: $schema={SCHEMA_FILE}",
-            "# Written by `rftdask init`. `rftdask validate` prints the plan of the run, `rftdask schema` every key.",
-            f"name: {self.name}",
-            "checkpoint_root_dir: ./runs            # where runs are kept: a folder, s3://bucket/runs, ...",
-            "",
-            "algorithm:",
-            "  algorithm_type: grpo",
-            f"  repeat_times: {4 if small else 8}                     # answers to each task, compared with each other",
-            "  optimizer: {lr: 1.0e-6}",
-            "",
-            "model:",
-            f"  model_path: {json.dumps(self.model)}",
-            f"  max_prompt_tokens: {256 if small else 1024}",
-            f"  max_response_tokens: {256 if small else 1024}",
-            "",
-            "buffer:",
-            f"  batch_size: {batch_size:<26}# tasks in a step",
-            "  total_epochs: 1",
-            "  explorer_input:",
-            "    taskset:",
-            "      name: tasks",
-            f"      path: {json.dumps(self.tasks)}",
-            *["      subset_name: main"] * (self.tasks == GSM8K),
-            f"      format: {{prompt_key: {json.dumps(question)}, response_key: {json.dumps(answer)}}}",
-            "      data_selector: {selector_type: shuffle}",
-            "    default_workflow_type: simple_workflow",
-            "    default_reward_fn_type: math_reward   # or one of yours: my_module.my_reward (docs/workflows.md)",
-            "",
-            "trainer:",
-            "  save_interval: 20                   # steps between checkpoints, which is the most that a loss costs",
-            "  max_checkpoints_to_keep: 3",
-        ]
+        subset = "\n      subset_name: main" if self.tasks == GSM8K else ""
+        text = f"""\
+# yaml-language-server: $schema={SCHEMA_FILE}
+# Written by `rftdask init`. `rftdask validate` prints the plan of the run, `rftdask schema` every key.
+name: {self.name}
+checkpoint_root_dir: ./runs            # where runs are kept: a folder, s3://bucket/runs, ...
+
+algorithm:
+  algorithm_type: grpo
+  repeat_times: {4 if small else 8}                     # answers to each task, compared with each other
+  optimizer: {{lr: 1.0e-6}}
+
+model:
+  model_path: {json.dumps(self.model)}
+  max_prompt_tokens: {256 if small else 1024}
+  max_response_tokens: {256 if small else 1024}
+
+buffer:
+  batch_size: {batch_size:<26}# tasks in a step
+  total_epochs: 1
+  explorer_input:
+    taskset:
+      name: tasks
+      path: {json.dumps(self.tasks)}{subset}
+      format: {{prompt_key: {json.dumps(question)}, response_key: {json.dumps(answer)}}}
+      data_selector: {{selector_type: shuffle}}
+    default_workflow_type: simple_workflow
+    default_reward_fn_type: math_reward   # or one of yours: my_module.my_reward (docs/workflows.md)
+
+trainer:
+  save_interval: 20                   # steps between checkpoints, which is the most that a loss costs
+  max_checkpoints_to_keep: 3
+"""
         if self.where == "slurm":
             job, role = self._jobs()
-            lines += [
-                "",
-                "cluster:",
-                "  type: slurm",
-                "  slurm:                              # what a job of each role asks for (docs/slurm.md)",
-                f"    controller: {{{job}, memory: 2GB}}",
-                f"    trainer: {{{job}, {role}}}",
-                f"    explorer: {{{job}, {role}}}",
-            ]
-        return "\n".join(lines) + "\n"
+            text += f"""
+cluster:
+  type: slurm
+  slurm:                              # what a job of each role asks for (docs/slurm.md)
+    controller: {{{job}, memory: 2GB}}
+    trainer: {{{job}, {role}}}
+    explorer: {{{job}, {role}}}
+"""
+        return text
 
     def _jobs(self) -> tuple[str, str]:
         """Return the settings of every job, and the additional settings of rank and engine jobs."""
@@ -239,21 +238,11 @@ class FirstConfig:
 
 
 def _columns(tasks: str) -> tuple[str, str, int]:
-    """Return the columns of question and answer, by their names in the first row, and the number of rows."""
-    path = Path(tasks)
-    if path.suffix not in (".jsonl", ".json", ".csv") or not path.is_file():
+    """Return the columns of question and answer, and the number of rows."""
+    if not (tasks.endswith(SUFFIXES) and Path(tasks).is_file()):
         return "question", "answer", 32  # `rftdask validate --data` checks these columns
-    try:
-        text = path.read_text(encoding="utf-8")
-        rows: list[Any]
-        if path.suffix == ".csv":
-            keys, *rows = csv.reader(text.splitlines(keepends=True))
-        else:
-            rows = text.splitlines() if path.suffix == ".jsonl" else json.loads(text)
-            keys = list(json.loads(rows[0]) if path.suffix == ".jsonl" else rows[0])
-    except (ValueError, LookupError, TypeError, csv.Error) as error:
-        problem = "line has no columns" if path.suffix == ".csv" else "row is not a JSON object"
-        raise DataError(f"{tasks}: the first {problem}: {error}") from error
+    dataset = open_dataset(tasks)
+    keys = dataset.columns
     question = next((key for name in _QUESTIONS for key in keys if key.lower() == name), None)
     answer = next((key for name in _ANSWERS for key in keys if key.lower() == name), None)
     if question is None or answer is None:
@@ -261,4 +250,4 @@ def _columns(tasks: str) -> tuple[str, str, int]:
             f"{tasks} has the columns {', '.join(keys)}, but needs one of {', '.join(_QUESTIONS)} and one of "
             f"{', '.join(_ANSWERS)}; rename two columns, or name them in a copy of config/gsm8k.yaml (rftdask examples)"
         )
-    return question, answer, len(rows)
+    return question, answer, len(dataset)

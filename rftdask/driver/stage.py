@@ -33,7 +33,7 @@ from rftdask.explorer.auxiliary_pool import AuxiliaryPool
 from rftdask.explorer.explorer import Explorer
 from rftdask.explorer.unit_claims import Claims
 from rftdask.monitor.events import CODEC, Alive, Ended, Event, Note, Started, WeightsPublished
-from rftdask.monitor.machine_metrics import MachineLog
+from rftdask.monitor.metrics import MachineLog
 from rftdask.processes.dask_task import workers_of
 from rftdask.run.lease import Lease, lease_role, roles_of
 from rftdask.run.run_folder import STOP_FILE

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rftdask.errors import DamagedError
+from rftdask.processes.dask_task import WorkerInfo
+from rftdask.processes.usage import METER
 from rftdask.storage.base import Storage
 from rftdask.storage.checked_json import parse_object
 
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 FOLDER = "metrics"
 MACHINE = "machine"
 """Role of the resource use of worker processes and their machines, written by the driver."""
+_MACHINE_INTERVAL_S = 4.0
+_MAX_DENSE_ROWS = 10_000
+"""Each worker has a row every `_MACHINE_INTERVAL_S` up to about this many rows, and then increasingly rarely."""
 _PART_NAME = re.compile(r"(\d+)-(\d+)\.jsonl")
 _RESERVED = ("role", "step", "time_s")
 _ROWS_PER_PART = 500
@@ -157,6 +162,29 @@ class MetricsWriter:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class MachineLog(MetricsWriter):
+    """Writes the measurements of the workers' meters, which the driver gets from the scheduler. The number of rows grows
+    with the logarithm of a stage's time, so the metrics of weeks on many workers still fit into memory.
+
+    Example: log = MachineLog(storage); log.note(workers_of(client))  # at any rate
+    """
+
+    def __init__(self, storage: Storage, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(storage, MACHINE, flush_interval_s=_MACHINE_INTERVAL_S, clock=clock)
+        self._began_s, self._wrote_s = clock(), 0.0
+
+    def note(self, workers: Mapping[str, WorkerInfo]) -> None:
+        """Write a row per worker if the interval has passed. Raises: StorageError."""
+        now = self._clock()
+        if now - self._wrote_s < max(_MACHINE_INTERVAL_S, len(workers) * (now - self._began_s) / _MAX_DENSE_ROWS):
+            return
+        for address, info in workers.items():
+            measured = info.get("metrics", {}).get(METER)
+            if measured:  # new workers have no measurements yet, and workers of a foreign cluster have no meter
+                self._wrote_s = now
+                self.write(int(now), measured, process=str(info["name"]), host=info.get("host", address))
 
 
 class MetricsFollower:

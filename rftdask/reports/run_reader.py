@@ -95,8 +95,7 @@ class StageReader:
     @property
     def counts(self) -> dict[str, int]:
         """Numbers of experiences: "committed", "trained", "waiting", then dropped by reason; {} without an audit."""
-        audit = self.audit
-        if audit is None:
+        if (audit := self.audit) is None:
             return {}
         return {"committed": audit.committed, "trained": audit.trained, "waiting": audit.waiting, **audit.dropped}
 

@@ -114,13 +114,10 @@ class RunSummary:
     seed: int | None = None
     samples: tuple[SampleAnswer, ...] = ()
     changes: tuple[Change, ...] = ()
-    """Changes, in the order of the stages."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of experiences in all stages: "committed", "trained", "waiting", then dropped ones by reason."""
+    """Numbers of experiences in all stages, see `StageReader.counts`."""
     auxiliary: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Calls, failures, tokens and cost in all stages, by auxiliary model."""
-    time_split: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of wall time by activity: "training", "generating", "both", "neither"."""
     versions: Mapping[str, str] = field(default_factory=dict)
     config_yaml: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -229,7 +226,6 @@ def summarize(
         changes=tuple(c for row, stage in zip(rows, stages, strict=True) for c in _changes(row.name, stage)),
         counts=dict(counts),
         auxiliary=auxiliary,
-        time_split=time_split(stages),
         versions=package_versions(),
         config_yaml=config.to_yaml(),
         files=_files_of(url, stages),

@@ -8,7 +8,7 @@ import typer
 
 from rftdask.cli.common import RunOrCheckpoint, Step, say
 from rftdask.driver.convert import convert as convert_checkpoint
-from rftdask.driver.hub_push import push as push_model
+from rftdask.driver.convert import push as push_model
 from rftdask.errors import UserError
 
 MergeLora = Annotated[

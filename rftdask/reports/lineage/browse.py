@@ -48,9 +48,10 @@ SORTS = {
     "surprise": "least likely response first",
 }
 _GROUP = ["taskset", "epoch", "task_index"]
-_LIST_COLUMNS = [*PLACE, "uid", "session", *_GROUP, "rollout", "explore_step", "status"]
-_NUMBERS = ["reward", "max_policy_version", "prompt_length"]
-_TEXT_COLUMNS = ["prompt_text", "response_text", "truth", "error"]
+_LIST_COLUMNS = (
+    *(*PLACE, "uid", "session", *_GROUP, "rollout", "explore_step", "status", "reward", "max_policy_version"),
+    *("prompt_length", "prompt_text", "response_text", "truth", "error"),
+)
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ def _image(storage: Storage, name: str) -> str:
 
 def answer_rows(table: pa.Table) -> pd.DataFrame:
     """Return one line per row of a table of experiences, with the columns of `Browser.rows` except the states."""
-    frame = table.select([*_LIST_COLUMNS, *_NUMBERS, *_TEXT_COLUMNS]).to_pandas()
+    frame = table.select(_LIST_COLUMNS).to_pandas()
     frame["turns"] = turns = table["turns"].to_pylist()
     frame["response_length"] = [
         length if spans is None else sum(span["end"] - span["start"] for span in spans)
@@ -277,15 +278,7 @@ def sample_answers(tables: RunTables, *, evals: bool = False, max_rows: int) -> 
 
 def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Return a dict per row; missing values are None."""
-    # Column by column, because pandas converts whole rows slowly.
-    columns = [
-        [
-            None if is_missing else value
-            for value, is_missing in zip(rows[name].tolist(), rows[name].isna(), strict=True)
-        ]
-        for name in rows.columns
-    ]
-    return [dict(zip(rows.columns, values, strict=True)) for values in zip(*columns, strict=True)]
+    return rows.astype(object).where(rows.notna(), None).to_dict("records")  # type: ignore[return-value]
 
 
 def _read_spelling(stage: StageReader) -> Callable[[int], str]:

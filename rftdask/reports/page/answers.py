@@ -80,14 +80,9 @@ def task_table(rows: pd.DataFrame, *, order: str = "", first: int = 0, size: int
     wide = means.pivot(index=keys, columns="column", values="mean").reindex(columns=range(len(columns)))
     sizes = means.pivot(index=keys, columns="column", values="size").reindex(columns=range(len(columns)))
     ends = wide.bfill(axis=1)[0], wide.ffill(axis=1)[len(columns) - 1]
-    gain = ends[1] - ends[0]
-    match order:
-        case "lost":
-            wide = wide.loc[gain.sort_values(kind="stable").index]
-        case "gained":
-            wide = wide.loc[gain.sort_values(ascending=False, kind="stable").index]
-        case "worst":
-            wide = wide.loc[ends[1].sort_values(kind="stable").index]
+    if order:
+        by = ends[1] if order == "worst" else ends[1] - ends[0]
+        wide = wide.loc[by.sort_values(ascending=order != "gained", kind="stable").index]
     newest = rows.sort_values(["explore_step", "rollout"], ascending=[False, True], kind="stable")
     texts = newest.drop_duplicates(keys).set_index(keys)[["prompt_text", "truth", "response_text", "error"]]
     task_rows = []
@@ -236,7 +231,6 @@ def group_outcomes(rows: pd.DataFrame, stage: str) -> Distribution | None:
     groups = groups[groups["size"] > 1].reset_index()
     if not len(groups):
         return None
-    is_flat, passes = groups["min"] == groups["max"], groups["min"] >= 1
-    outcomes = np.where(~is_flat, 1, np.where(passes, 0, 2))
+    outcomes = np.where(groups["min"] < groups["max"], 1, np.where(groups["min"] >= 1, 0, 2))
     counted = _count(groups["explore_step"].to_numpy(), outcomes, len(_OUTCOMES))
     return Distribution("Learning signal of groups", stage, *counted, _OUTCOMES, "groups")

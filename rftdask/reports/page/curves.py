@@ -155,33 +155,24 @@ def timeline_of(stage: StageReader, num_steps: int = 24) -> tuple[dict[str, list
     in this order. An explorer's row sums the waiting, loading and generating of overlapping work units, so these sums
     are scaled down to the elapsed time.
     """
-    lanes: dict[str, list[Span]] = {}
-    rows = stage.rows("trainer").tail(num_steps)
-    if not len(rows) or "step_s" not in rows:
+    trainer, explorer = stage.rows("trainer").tail(num_steps), stage.rows("explorer")
+    if not len(trainer) or "step_s" not in trainer:
         return {}, 0.0
-    start, end = float((rows["time_s"] - rows["step_s"]).min()), float(rows["time_s"].max())
-    lanes["trainer"] = []
-    for row in rows.to_dict("records"):
-        until = row["time_s"]
-        for activity in ("checkpoint", "publish", "train", "wait"):
-            seconds = row.get(f"{activity}_s", 0.0)
-            if seconds > 0:  # False for NaN as well, if the role did not measure it
-                span = Span(activity, max(until - seconds, start) - start, until - start, int(row["step"]))
-                lanes["trainer"].append(span)
-                until -= seconds
-    explorer = stage.rows("explorer")
-    if "generate_s" in explorer:
-        lanes["explorer"] = []
-        for row in explorer[explorer["time_s"] > start].to_dict("records"):
-            parts = [(activity, row.get(f"{activity}_s", 0.0)) for activity in ("generate", "load", "wait")]
-            parts = [(activity, seconds) for activity, seconds in parts if seconds > 0]
-            total = sum(seconds for _, seconds in parts)
-            until = row["time_s"]
-            for activity, seconds in parts:
+    start, end = float((trainer["time_s"] - trainer["step_s"]).min()), float(trainer["time_s"].max())
+    lanes: dict[str, list[Span]] = {"trainer": [], "explorer": []}
+    for role, rows, activities in (
+        ("trainer", trainer, ("checkpoint", "publish", "train", "wait")),
+        ("explorer", explorer[explorer["time_s"] > start], ("generate", "load", "wait")),
+    ):
+        for row in rows.to_dict("records"):
+            # False for NaN as well, if the role did not measure it.
+            parts = {name: seconds for name in activities if (seconds := row.get(f"{name}_s", 0.0)) > 0}
+            total, until = sum(parts.values()), row["time_s"]
+            for activity, seconds in parts.items():
                 seconds *= min(1.0, row["step_s"] / total)
                 if until - seconds < end and until > start:
                     begin = max(until - seconds, start) - start
-                    lanes["explorer"].append(Span(activity, begin, min(until, end) - start, int(row["step"])))
+                    lanes[role].append(Span(activity, begin, min(until, end) - start, int(row["step"])))
                 until -= seconds
     lanes["evaluation"] = [
         Span("evaluate", at - start, at - start, int(step))

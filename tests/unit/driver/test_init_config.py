@@ -108,10 +108,10 @@ def test_a_first_configuration_fits_the_nodes_of_its_partition(
     ("file", "row", "lines"),
     [
         ("tasks.jsonl", '{"text": "x", "answer": 1}', "has the columns text, answer"),
-        ("tasks.jsonl", "3", "not a JSON object"),
-        ("tasks.jsonl", "", "JSON object"),
+        ("tasks.jsonl", "3", "where an object"),
+        ("tasks.jsonl", "", "has no rows"),
         ("tasks.csv", "text,answer\nx,1\n", "has the columns text, answer"),
-        ("tasks.csv", "", "the first line has no columns"),
+        ("tasks.csv", "", "has no rows"),
     ],
 )
 def test_tasks_without_a_question_are_rejected(tmp_path: Path, file: str, row: str, lines: str) -> None:

@@ -39,7 +39,6 @@ SUMMARY = RunSummary(
     changes=(Change("warmup", "loss", 2.0, 1.0, 0.1), Change("rl", "reward", 0.25, 0.75, 0.05)),
     samples=tuple(SampleAnswer(f"task {n} <script>", "41", "wrong", "<answer>41</answer>", 0.0, 1.0) for n in range(7)),
     counts={"committed": 1280, "trained": 1200, "waiting": 16, "too stale": 50, "group has no spread": 14},
-    time_split={"generating": 2000, "training": 1500, "neither": 500},
     versions={"rftdask": "0.1.0"},
     config_yaml="mode: both",
     files={"global_step_50/": "newest checkpoint"},

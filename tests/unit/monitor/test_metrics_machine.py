@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from rftdask.monitor.machine_metrics import MachineLog
-from rftdask.monitor.metrics import MACHINE, read_metrics
+from rftdask.monitor.metrics import MACHINE, MachineLog, read_metrics
 from rftdask.processes.usage import METER
 from rftdask.storage.memory import MemoryStorage
 
