@@ -1,5 +1,4 @@
-"""Converts a checkpoint of a run to a Hugging Face folder, without a network, or uploads it to the Hub with a card of its
-data, settings and results.
+"""Converts a checkpoint of a run to a Hugging Face folder, without a network, or uploads it to the Hub with a card.
 
 It reads only the files of a run, so the run may be active. Invariant: the folder appears whole or not at all.
 """
@@ -127,7 +126,6 @@ def _model_of(storage: Storage, config: Config) -> str:
 def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: Path) -> None:
     trust = config.model.trust_remote_code
     trained = {name: tensor for file in model_files(files) for name, tensor in load(files[file]).items()}
-    # Architecture and tokenizer, and for adapters also the base weights.
     model, tokenizer = load_policy(
         path, "float32", "cpu", trust_remote_code=trust, offline=True, scalar_head=SCALAR_HEAD in trained
     )

@@ -160,7 +160,6 @@ class Experiment:
         Raises: UserError: a mistake in the config or its data, before anything starts; RftError: a role failed for
         good.
         """
-        # Checks without side effects come first.
         began_s, storage = time.time(), open_storage(self.config.checkpoint_job_dir)
         if open_storage(self.url).url != storage.url:
             parts = [part for part in (self.config.project, self.config.group, self.config.name) if part]
@@ -193,7 +192,6 @@ class Experiment:
         accept_changes: bool,
         watch: StallWatch,
     ) -> RunSummary:
-        # Record the start, run the stages one after another, and record the end in any case.
         run_folder.record_run(storage, self.config)
         run_folder.note_begin(storage)
         logs = LogFolder(storage)
@@ -538,10 +536,10 @@ def plan_run(config: Config, stages: list[Config]) -> Layout:
     raise_shortages([*host_shortages(stages, layout, free_host_bytes()), *job_shortages(stages, layout)])
     # The memory of other machines is not known here.
     memory = gpu_memory() if config.cluster.is_one_machine else None
-    shortages = [] if memory is None else gpu_shortages(stages, layout, memory)
-    raise_shortages([shortage for shortage in shortages if shortage.is_certain])
-    for shortage in shortages:
-        log.warning("this is an estimate, and the run starts: %s", shortage.text)
+    shortages = {} if memory is None else gpu_shortages(stages, layout, memory)
+    raise_shortages(text for text, is_certain in shortages.items() if is_certain)
+    for text in shortages:
+        log.warning("this is an estimate, and the run starts: %s", text)
     return layout
 
 

@@ -80,9 +80,6 @@ def copy_bundled(name: str, folder: Path) -> list[Path]:
     return targets
 
 
-# ---- the schema
-
-
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a configuration, with the explanation of each key. Values may be interpolations."""
     schema: dict[str, Any] = {
@@ -129,9 +126,6 @@ def _or_interpolated(node: Any) -> Any:
         text = {key: node.pop(key) for key in ("description", "default", "title") if key in node}
         return {**text, "anyOf": [node, {"type": "string", "pattern": r"^\$\{.*\}$"}]}
     return node
-
-
-# ---- a first configuration
 
 
 @dataclass(frozen=True)

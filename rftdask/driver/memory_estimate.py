@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -112,16 +112,6 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Shortage:
-    """Role that does not fit the memory of its GPUs, its machine or its job."""
-
-    text: str
-    """Role, needed and available GB, and what to change."""
-    is_certain: bool = False
-    """True if the parts of known size alone do not fit."""
-
-
-@dataclass(frozen=True)
 class TrainSizes:
     """Sizes that determine the memory of a rank, in addition to the shape of the model."""
 
@@ -151,11 +141,7 @@ class TrainSizes:
     """Bytes of a number in a matrix product: 2 on a GPU (bfloat16), 4 on a CPU."""
 
 
-# ---- the trainer
-
-
 def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
-    """Compute the memory of one rank, part by part."""
     count, critic = shape.num_parameters, sizes.critic.num_parameters if sizes.critic else 0
     # With adapters, the weights stay frozen and need neither gradients nor optimizer state.
     trained, adapters = (count, 0) if sizes.trained is None else (sizes.trained, sizes.trained)
@@ -279,7 +265,6 @@ def activation_bytes(shape: ModelShape, sizes: TrainSizes) -> float:
     product = 2 * shape.hidden_size + 3 * shape.query_size + 2 * shape.key_size + 4 * shape.intermediate_size
     product += 2 * shape.hidden_size * shape.experts_per_token
     norm = 4 * shape.hidden_size + (2 * (shape.query_size + shape.key_size) if shape.normalizes_heads else 0)
-    # Bytes per token and layer.
     layer = (sizes.compute_bytes * product + 4 * norm) / sizes.tensor_parallel
     # With checkpointing, each layer keeps only its input, and one layer at a time keeps everything.
     ends = 4 * 5 * shape.hidden_size  # embeddings, the last norm, the states that are scored
@@ -346,12 +331,8 @@ def _shape(model_path: str, trust_remote_code: bool) -> ModelShape:
     return read_shape(model_path, trust_remote_code=trust_remote_code)
 
 
-# ---- the engines
-
-
 def engine_parts(shape: ModelShape, tokens: int, rows: int, dtype_bytes: int) -> tuple[Part, ...]:
     """Compute the memory of one engine with `tokens` in its cache and `rows` concurrent responses."""
-    # Keys and values of all layers, in bytes per token.
     cache = 2 * shape.num_layers * shape.key_size * dtype_bytes
     return (
         Part(
@@ -433,11 +414,10 @@ def _explorer(config: Config, shape: ModelShape, num_engines: int, memory_bytes:
     policy, rows = config.explorer.rollout_model, config.slots_per_engine
     if config.explorer.slots_per_engine == "memory":
         rows = max(rows, MAX_BATCH_TOKENS // config.model.max_model_len)
-    engines = [_engine(config, policy, shape, config.model.max_model_len, rows, memory_bytes)]
+    engines = [_engine(config, policy, config.model.max_model_len, rows, memory_bytes, shape)]
     for model in config.models_beside:
         # Without max_model_len, such a model uses the length that fits.
-        length = model.max_model_len or 1
-        parts, problem = _engine(config, model, _auxiliary_shape(config, model), length, rows, memory_bytes)
+        parts, problem = _engine(config, model, model.max_model_len or 1, rows, memory_bytes)
         engines.append((tuple(replace(part, why=f"{part.why} of {model.asked_name}") for part in parts), problem))
     num_gpus, traits = num_engines * config.explorer.gpus_per_worker, policy.traits
     all_parts = tuple(part for parts, _ in engines for part in parts)
@@ -449,40 +429,35 @@ def _auxiliary(config: Config, model: InferenceModelConfig, memory_bytes: float 
     """Estimate the separate workers of an auxiliary model, which all explorers share."""
     longest = model.max_model_len or model.own_model(config.model).max_model_len
     rows = -(-config.slots_per_engine * config.explorer.most_workers // model.engine_num)
-    parts, problem = _engine(config, model, _auxiliary_shape(config, model), longest, rows, memory_bytes)
+    parts, problem = _engine(config, model, longest, rows, memory_bytes)
     num_gpus, traits = model.engine_num * model.num_gpus, model.traits
     at = f"auxiliary_models[{config.explorer.auxiliary_models.index(model)}]"
     change = traits.memory_keys.replace("rollout_model", at)
     return Estimate(f"auxiliary {model.asked_name}", num_gpus, parts, problem, traits.takes_share, change)
 
 
-def _auxiliary_shape(config: Config, model: InferenceModelConfig) -> ModelShape | None:
-    """Return the shape of an auxiliary model. None: its engine has no weights."""
-    return _shape(model.model_path or "", config.model.trust_remote_code) if model.traits.has_model else None
-
-
 def _engine(
     config: Config,
     engine: InferenceModelConfig,
-    shape: ModelShape | None,
     longest: int,
     rows: int,
     memory_bytes: float | None,
+    shape: ModelShape | None = None,
 ) -> tuple[tuple[Part, ...], str]:
     """Return the parts of one engine on each of its GPUs, and why it cannot start, or "".
 
     longest: maximum tokens of a sequence, for an engine that takes a share. rows: concurrent responses, for the others.
+    shape: of the policy. None: of an auxiliary model.
     """
-    if shape is None or not engine.traits.has_model or engine.traits.is_external:
+    if not engine.traits.has_model or engine.traits.is_external:
         return (), ""
-    dtype_bytes, problem = 4 if engine.dtype_on("cuda") == "float32" else 2, ""
+    shape = shape or _shape(engine.model_path or "", config.model.trust_remote_code)
+    dtype_bytes = 4 if engine.dtype_on("cuda") == "float32" else 2
     if engine.traits.takes_share:
         longest = int(engine.extra_engine_args.get("max_model_len", longest)) if engine.model_path else longest
-        parts, problem = vllm_parts(shape, engine, longest, dtype_bytes, memory_bytes)
-    else:
-        tokens = min(MAX_BATCH_TOKENS, rows * config.model.max_model_len)
-        parts = engine_parts(shape, tokens, min(rows, tokens), dtype_bytes)
-    return parts, problem
+        return vllm_parts(shape, engine, longest, dtype_bytes, memory_bytes)
+    tokens = min(MAX_BATCH_TOKENS, rows * config.model.max_model_len)
+    return engine_parts(shape, tokens, min(rows, tokens), dtype_bytes), ""
 
 
 def estimate(
@@ -559,12 +534,13 @@ def estimate(
     return [*roles, Estimate("host of a machine", 0, tuple(part for part in host if part.num_bytes))]
 
 
-def gpu_shortages(stages: Sequence[Config], layout: Layout, memory_bytes: float) -> list[Shortage]:
+def gpu_shortages(stages: Sequence[Config], layout: Layout, memory_bytes: float) -> dict[str, bool]:
     """Return the roles of a run that do not fit GPUs of `memory_bytes`. Models of unknown shape are skipped.
 
-    An estimate may exceed actual use by a quarter (docs/sizes.md), so a run starts unless a shortage `is_certain`.
+    Returns: {role, needed and available GB, and what to change: True if the parts of known size alone do not fit}. An
+    estimate may exceed actual use by a quarter (docs/sizes.md), so a run starts unless a shortage is certain.
     """
-    shortages = []
+    shortages = {}
     for stage in stages:
         for role in _estimates(stage, layout, memory_bytes)[:-1]:
             if role.fits(memory_bytes):
@@ -581,11 +557,11 @@ def gpu_shortages(stages: Sequence[Config], layout: Layout, memory_bytes: float)
                 words.append(f"needs {bound} {_sizes(parts, ' on each GPU')}, and {available}; to change: {change}")
             if role.problem:
                 words.append(role.problem if words else f"{available}, and {role.problem}")
-            shortages.append(Shortage(f"GPU memory: stage {stage.name}, {role.role}: {'; '.join(words)}", is_certain))
-    return list(dict.fromkeys(shortages))
+            shortages[f"GPU memory: stage {stage.name}, {role.role}: {'; '.join(words)}"] = is_certain
+    return shortages
 
 
-def host_shortages(stages: Sequence[Config], layout: Layout, free_bytes: float) -> list[Shortage]:
+def host_shortages(stages: Sequence[Config], layout: Layout, free_bytes: float) -> list[str]:
     """Return the stages whose GPU roles keep more than `free_bytes` in the host memory of this machine.
 
     Without GPUs the list is empty: weights and activations are then in host memory too, and are not estimated.
@@ -600,15 +576,13 @@ def host_shortages(stages: Sequence[Config], layout: Layout, free_bytes: float) 
                 elif stage.trainer.offload_policy:
                     change += ", or trainer.offload_policy: false"
                 shortages.append(
-                    Shortage(
-                        f"host memory: stage {stage.name} needs about {_sizes(host.parts)} on this machine, and "
-                        f"{free_bytes / GB:.1f} GB are free; give it {change}"
-                    )
+                    f"host memory: stage {stage.name} needs about {_sizes(host.parts)} on this machine, and "
+                    f"{free_bytes / GB:.1f} GB are free; give it {change}"
                 )
     return shortages
 
 
-def job_shortages(stages: Sequence[Config], layout: Layout) -> list[Shortage]:
+def job_shortages(stages: Sequence[Config], layout: Layout) -> list[str]:
     """Return the GPU roles that keep more in host memory than their batch jobs ask for, where the config sets that."""
     shortages = []
     for stage, role in ((stage, role) for stage in stages for role in ROLES):
@@ -617,34 +591,30 @@ def job_shortages(stages: Sequence[Config], layout: Layout) -> list[Shortage]:
         if memory is not None and _sum(parts) > megabytes(memory) * 2**20:
             exclusive = ", or exclusive: true for all memory of a node" if stage.cluster.type == "slurm" else ""
             shortages.append(
-                Shortage(
-                    f"{key} is {memory}, and stage {stage.name} keeps about {_host_sizes(role, parts)}; set it to "
-                    f"{math.ceil(_sum(parts) / GB)}GB or more{exclusive}"
-                )
+                f"{key} is {memory}, and stage {stage.name} keeps about {_host_sizes(role, parts)}; set it to "
+                f"{math.ceil(_sum(parts) / GB)}GB or more{exclusive}"
             )
     return shortages
 
 
-def worker_shortages(stages: Sequence[Config], layout: Layout, role: str, free_bytes: float) -> list[Shortage]:
+def worker_shortages(stages: Sequence[Config], layout: Layout, role: str, free_bytes: float) -> list[str]:
     """Return the stages for which one more worker of a role keeps more than `free_bytes` in host memory.
 
     free_bytes: free memory of the machine that joins, which has GPUs, after what its other workers already use.
     """
     workers = [(stage, _worker_parts(stage, layout, role)) for stage in stages]
     return [
-        Shortage(
-            f"host memory: a worker of stage {stage.name} keeps about {_host_sizes(role, parts)}, and "
-            f"{free_bytes / GB:.1f} GB are free on this machine; join from a machine with more, or join fewer workers"
-        )
+        f"host memory: a worker of stage {stage.name} keeps about {_host_sizes(role, parts)}, and "
+        f"{free_bytes / GB:.1f} GB are free on this machine; join from a machine with more, or join fewer workers"
         for stage, parts in workers
         if _sum(parts) > free_bytes
     ]
 
 
-def raise_shortages(shortages: Sequence[Shortage]) -> None:
+def raise_shortages(shortages: Iterable[str]) -> None:
     """Raises: ConfigError: one or more roles do not fit; it lists all of them."""
-    if shortages:
-        raise ConfigError([shortage.text for shortage in shortages])
+    if texts := list(shortages):
+        raise ConfigError(texts)
 
 
 def _estimates(stage: Config, layout: Layout, memory_bytes: float | None = None) -> list[Estimate]:
@@ -728,7 +698,7 @@ def what_fits(config: Config, shape: ModelShape, memory_bytes: float, layout: La
         sizes, longest = train_sizes(config, shape, layout), longest_part(config)
 
         def total(sizes: TrainSizes = sizes, **changes: Any) -> float:
-            return sum(part.num_bytes for part in train_parts(shape, replace(sizes, **changes)))
+            return _sum(train_parts(shape, replace(sizes, **changes)))
 
         for checkpointing in (False, True):
             # Everything except the logits is linear in the tokens, so two points determine it.

@@ -180,7 +180,6 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
     sizes = inputs.sizes
     source, folders = stage.buffer.explorer_input, stage.explorer.plugin_dirs
     batch_size, epochs = stage.buffer.batch_size, stage.buffer.total_epochs
-    # First tasksets, then their workflows, then a training dataset, and last whether the tasks fill a batch.
     explores = stage.mode in ("both", "explore") and stage.algorithm.schema_type == "experience"
     tasks: list[Task] = []
     with _noted(problems, unchecked):
@@ -207,7 +206,6 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
                     "PYTHONPATH or in a folder of explorer.plugin_dirs"
                 )
             inputs.modules.update(modules.values())
-            # One row per workflow and reward is enough for a trial.
             tasks += samples
     if not problems and not tried:  # trials need all parts
         with _noted(problems, unchecked):

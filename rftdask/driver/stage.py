@@ -72,11 +72,6 @@ def bench_versions(storage: Storage, config: Config) -> tuple[int, ...]:
 
 
 class StageRun:
-    """Runs one stage.
-
-    Example: StageRun(config, storage, cluster, layout, sizes, on_event).run()
-    """
-
     def __init__(
         self,
         config: Config,
@@ -163,7 +158,6 @@ class StageRun:
                         self._retained = time.monotonic()
                         self._remove_old_shards()
                 self._machines.close()
-                # Events between the last poll and the end of the roles.
                 self._forward_events(0.0)
                 if not self._errors and self._explorer is None:
                     self._remove_old_shards()  # shards that the last checkpoint settled; waited for below

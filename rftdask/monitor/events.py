@@ -2,9 +2,6 @@
 
 A role emits an event as an object. Between processes it is a plain list: rank --msgpack--> supervisor --Dask topic-->
 driver. `CODEC` encodes it at the first and decodes it at the last of them.
-
-    emit(StepFinished("trainer", 12, {"loss": 0.3}))
-    CODEC.decode(CODEC.encode(WeightsPublished(12, "ab12"))) == WeightsPublished(12, "ab12")
 """
 
 from __future__ import annotations

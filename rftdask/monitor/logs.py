@@ -57,14 +57,8 @@ def setup_logging(role: str, level: str | int = "INFO", folder: str | Path | Non
 class LogFolder:
     """Folder for the logs of this machine: `<run>/log`, or a temporary folder that is copied to a remote run.
 
-    Example:
-        folder = LogFolder(storage)
-        setup_logging("driver", folder=folder.path); ...; folder.poll(); ...; folder.close()
-
-    A remote run has a folder per start, log/<UTC time>-<pid>, because remote files cannot be appended to.
-
-    A failed copy is retried by the next call, because logging must not end a run. The temporary folder is kept, because
-    messages refer to its files.
+    A remote run has a folder per start, log/<UTC time>-<pid>, because remote files cannot be appended to. The next call
+    retries a failed copy, because logging must not end a run. The temporary folder is kept: messages name its files.
     """
 
     def __init__(self, storage: Storage) -> None:

@@ -81,9 +81,7 @@ class MetricsRow:
 class MetricsWriter:
     """Writes the rows of one role; each start of a role opens a new part. Thread-safe.
 
-    Example:
-        with MetricsWriter(storage, "trainer") as metrics:
-            metrics.write(step, {"loss": 0.31, "grad_norm": 0.8}, stage="rl")
+    Example: with MetricsWriter(storage, "trainer") as metrics: metrics.write(step, {"loss": 0.31}, stage="rl")
 
     A crash loses at most the rows of the last `flush_interval_s`. Only `write` and `flush` flush, so call `flush`
     before a long wait. If a put fails, the rows stay in memory and the next flush retries.
@@ -165,10 +163,8 @@ class MetricsWriter:
 
 
 class MachineLog(MetricsWriter):
-    """Writes the measurements of the workers' meters, which the driver gets from the scheduler. The number of rows grows
-    with the logarithm of a stage's time, so the metrics of weeks on many workers still fit into memory.
-
-    Example: log = MachineLog(storage); log.note(workers_of(client))  # at any rate
+    """Writes the measurements of the workers' meters. The number of rows grows with the logarithm of a stage's time, so
+    the metrics of weeks on many workers still fit into memory.
     """
 
     def __init__(self, storage: Storage, clock: Callable[[], float] = time.time) -> None:
@@ -192,10 +188,6 @@ class MetricsFollower:
 
     It rereads only the newest part of each role. An older part is read a last time after its successor is listed, or,
     if several processes write the role, after it is full.
-
-    Example:
-        follower = MetricsFollower(storage)
-        for row in follower.poll(): ...
     """
 
     def __init__(self, storage: Storage, cursor: Mapping[str, int] | None = None) -> None:
@@ -270,8 +262,7 @@ def _roles(storage: Storage) -> list[str]:
 
 def _parts(storage: Storage, role: str) -> list[tuple[int, str]]:
     """Return (number, path) of the parts of a role, in the order of creation."""
-    names = storage.list(f"{FOLDER}/{role}")
-    matches = filter(None, map(_PART_NAME.fullmatch, names))
+    matches = filter(None, map(_PART_NAME.fullmatch, storage.list(f"{FOLDER}/{role}")))
     return sorted((int(match[2]), f"{FOLDER}/{role}/{match.string}") for match in matches)
 
 

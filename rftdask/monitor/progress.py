@@ -27,10 +27,7 @@ ViewKind = Literal["auto", "terminal", "plain", "jupyter", "none"]
 
 @dataclass(frozen=True)
 class Progress:
-    """State of a run at one moment. None: unknown, or not measured yet.
-
-    Example: Progress(stage="rl", stage_number=2, num_stages=2, mode="both", step=12, total_steps=100, reward=0.41)
-    """
+    """State of a run at one moment. None: unknown, or not measured yet."""
 
     stage: str
     stage_number: int = 1
@@ -122,10 +119,7 @@ def duration(seconds: float) -> str:
 class ProgressView(AbstractContextManager["ProgressView"]):
     """Shows the newest `Progress`; the base class shows nothing (kind "none").
 
-    Example:
-        with ProgressView.create() as view:
-            view.update(progress)
-            view.note("worker tcp://10.0.0.7:4001 lost; 3 work units run again")
+    Example: with ProgressView.create() as view: view.update(progress); view.note("worker 7 lost")
     """
 
     min_interval_s: float = 0.1
@@ -212,7 +206,6 @@ class TerminalView(ProgressView):
 
         super().__init__(clock)
         self._console = console or safe_console()
-        # Without a refresh thread; `_show` refreshes.
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="visible")
 
     def __enter__(self) -> ProgressView:

@@ -94,8 +94,7 @@ class NoTracker(Tracker):
 
     def __init__(self, run: TrackedRun) -> None: ...
 
-    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """Do nothing."""
+    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None: ...
 
 
 class TensorBoardTracker(Tracker):
@@ -207,7 +206,7 @@ class _WandbStyleTracker(Tracker):
 
     @abstractmethod
     def _table(self, step: int, rollouts: Sequence[RolloutRow]) -> Any:
-        """Table of the package with these rollouts."""
+        """Make a table of the package."""
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
         """Log metrics; `time_s` is ignored, because the package uses its own clock."""
@@ -355,11 +354,6 @@ class TrackerFeed:
 
     A tracker that raises is disabled with a warning (see `error`), because it must not end the run. The next driver
     continues from the last stored position.
-
-    Example:
-        feed = TrackerFeed(storage, make_tracker("tensorboard", folder=..., project="p", name="n"), "tensorboard")
-        feed.poll()   # repeatedly
-        feed.close()  # logs the remaining rows, then closes the tracker
     """
 
     def __init__(

@@ -258,7 +258,6 @@ def main(target: str) -> None:
     try:
         getattr(importlib.import_module(module), function)(spec, channel)
     except Exception as error:
-        # Each failure is sent to the parent; the traceback is in the log.
         lines = traceback.format_exc().rstrip()
         with contextlib.suppress(OSError):  # the disk may be full
             print(safe(lines), file=sys.stderr, flush=True)

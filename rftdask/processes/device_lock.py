@@ -32,14 +32,7 @@ def shared_devices(folder: str | Path, names: Sequence[str | int]) -> dict[str, 
 
 
 class DeviceLock:
-    """The lock of this process on its devices.
-
-    Example:
-        lock = DeviceLock.from_environment(exclusive=True)     # None: shares no device
-        lock.acquire(3600)
-        ...                                         # weights are on the device
-        lock.release()
-    """
+    """The lock of this process on its devices: `acquire`, load weights, compute, free the memory, `release`."""
 
     def __init__(self, folder: str | Path, names: Sequence[str | int], *, exclusive: bool) -> None:
         """exclusive: True for a rank, False for an engine."""

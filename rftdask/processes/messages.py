@@ -1,9 +1,5 @@
-"""Typed messages between two processes: frozen dataclasses, encoded by msgspec.
-
-    CODEC: Codec[Load | Loaded] = Codec(Load, Loaded)
-    CODEC.decode(CODEC.encode(Load(7, ("a.safetensors",)))) == Load(7, ("a.safetensors",))
-
-An encoded message is a pair of plain values, which any channel can carry.
+"""Typed messages between two processes: frozen dataclasses, encoded by msgspec as a pair of plain values, which any
+channel can carry.
 """
 
 from __future__ import annotations

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """One rank's view of its gang; this base class is a gang of one, which does not need torch.
-
-    Example, on both of two ranks: ranks.all_gather({"rank": ranks.rank}) == [{"rank": 0}, {"rank": 1}]
-    """
+    """One rank's view of its gang; this base class is a gang of one, which does not need torch."""
 
     rank: int = 0
     size: int = 1

@@ -23,10 +23,7 @@ _GIB = 2**30
 
 
 class Meter:
-    """Usage of this process, its descendants and its GPUs.
-
-    Example: worker.metrics[METER] = Meter()
-    """
+    """Usage of this process, its descendants and its GPUs. Example: worker.metrics[METER] = Meter()"""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, nvml: Any = None) -> None:
         """nvml: replacement for the module pynvml. None: pynvml, if it is installed and a GPU is visible."""

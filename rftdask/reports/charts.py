@@ -114,7 +114,6 @@ def _draw(figure: Figure | SubFigure, chart: Chart, panels: list[Panel], *, name
     import pandas as pd
     from matplotlib.ticker import MaxNLocator
 
-    # A taskset has the same color in all stages.
     tasksets = dict.fromkeys(taskset for panel in panels for taskset in panel.curves)
     colors = dict(zip(tasksets, itertools.cycle(_SERIES), strict=False))
     axes_P = figure.subplots(1, len(panels), sharey=chart.one_scale, squeeze=False)[0]
@@ -122,7 +121,6 @@ def _draw(figure: Figure | SubFigure, chart: Chart, panels: list[Panel], *, name
         for taskset, (x, y) in panel.curves.items():
             if len(x) > _SMOOTH_FROM:
                 axes.plot(x, y, color=colors[taskset], linewidth=1.0, alpha=0.3)
-                # Moving average over a tenth of the points.
                 y = pd.Series(y).rolling(max(2, len(y) // 10), min_periods=1, center=True).mean().tolist()
             # With few points, a line without markers would hide their number.
             marks: dict[str, Any] = {"marker": "o", "markersize": 3.5} if len(x) <= _MARKS_UP_TO else {}

@@ -70,11 +70,11 @@ class SampleAnswer:
     """One eval task and the policy's answers before and after training."""
 
     prompt: str
-    truth: str = ""
-    before: str = ""
-    after: str = ""
-    reward_before: float | None = None
-    reward_after: float | None = None
+    truth: str
+    before: str
+    reward_before: float | None
+    after: str
+    reward_after: float | None
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,7 @@ class Change:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Results of a run, except curves.
-
-    Example: RunSummary(run_name="countdown", run_url="/scratch/runs/demo/countdown", status="finished", seconds=812.0)
-    """
+    """Results of a run, except curves."""
 
     run_name: str
     run_url: str
@@ -284,8 +281,7 @@ def _command(name: str) -> str:
     """Return a shell command for this program of the current Python, which may not be on the PATH."""
     program = Path(sys.executable).parent / name
     if not program.exists():  # installed without scripts
-        module = {"rftdask": "rftdask", "tensorboard": "tensorboard.main"}[name]
-        return f"{shlex.quote(sys.executable)} -m {module}"
+        return f"{shlex.quote(sys.executable)} -m {name}{'.main' * (name == 'tensorboard')}"
     on_path = shutil.which(name)
     return name if on_path is not None and os.path.samefile(on_path, program) else shlex.quote(str(program))
 
@@ -306,16 +302,9 @@ def _samples(stages: Sequence[StageReader]) -> tuple[SampleAnswer, ...]:
                 for name in (shards[0], shards[-1])
             )
             pairs = [(before[task], after[task]) for task in list(before)[:NUM_SAMPLES] if task in after]
+            names = ("prompt_text", "truth", "response_text", "reward")
             return tuple(
-                SampleAnswer(
-                    prompt=old["prompt_text"],
-                    truth=old["truth"],
-                    before=old["response_text"],
-                    after=new["response_text"],
-                    reward_before=old["reward"],
-                    reward_after=new["reward"],
-                )
-                for old, new in pairs
+                SampleAnswer(*(old[n] for n in names), new["response_text"], new["reward"]) for old, new in pairs
             )
     return ()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,8 @@ def open_feed(config: Config, storage: Storage, monitor_type: str, args: Mapping
         args=args,
         plugin_dirs=config.explorer.plugin_dirs,
     )
-
-    def read_rollouts(step: int) -> list[RolloutRow]:
-        return list(islice(_rollouts(config, storage, step), MAX_ROLLOUTS))
-
-    return TrackerFeed(storage, tracker, monitor_type, read_rollouts)
+    rollouts = partial(_rollouts, config, storage)
+    return TrackerFeed(storage, tracker, monitor_type, lambda step: list(islice(rollouts(step), MAX_ROLLOUTS)))
 
 
 def _rollouts(config: Config, storage: Storage, step: int) -> Iterator[RolloutRow]:

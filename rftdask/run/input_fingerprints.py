@@ -185,8 +185,6 @@ def _write_accepted(storage: Storage, inputs: InputFingerprints, changes: Sequen
 class BackgroundHasher:
     """Hashes large model files completely in a thread during a stage and compares them with those of earlier starts, in
     `control/contents-<mode>-<n>.json` after `n` accepted changes.
-
-    Example: hasher = BackgroundHasher(storage, "both", inputs); hasher.check(); ...; hasher.close()
     """
 
     def __init__(self, storage: Storage, mode: str, inputs: InputFingerprints, *, accept: bool = False) -> None:

@@ -52,10 +52,7 @@ def driver_role(config: Config) -> str:
 
 
 class Lease:
-    """A held lease, renewed by a heartbeat until `release`.
-
-    Example: with Lease(storage, "trainer"): ...
-    """
+    """A held lease, renewed by a heartbeat until `release`. Example: with Lease(storage, "trainer"): ..."""
 
     def __init__(
         self,
@@ -72,12 +69,8 @@ class Lease:
 
         Raises: FencedError: a living process holds the role, or is an explorer that excludes this one.
         """
-        self._storage = storage
-        self._clock = clock
-        self._sleep = sleep
-        self.role = role
-        self._explore_steps = explore_steps
-        self._heartbeat_s = heartbeat_s
+        self._storage, self.role, self._explore_steps = storage, role, explore_steps
+        self._heartbeat_s, self._clock, self._sleep = heartbeat_s, clock, sleep
         self._ended = threading.Event()
         self.lost = False
         """True once another process has taken over the role: stop at once."""
@@ -130,8 +123,7 @@ class Lease:
         if role != self.role and not excludes(role, holder, self._explore_steps):
             return
         # On this machine the process decides, not the clock.
-        is_gone = holder["host"] == socket.gethostname() and not _is_running(holder["pid"])
-        if holder["released"] or is_gone:
+        if holder["released"] or (holder["host"] == socket.gethostname() and not _is_running(holder["pid"])):
             return
         if not is_alive(holder, self._clock()):
             # The holder is dead, or a clock jumped. A living one renews its lease.
@@ -151,7 +143,6 @@ class Lease:
             try:
                 # Checked before each renewal, because a suspended holder may have lost the role meanwhile.
                 if _last_lease(self._storage, self.role) > self.number:
-                    # The holder checks `lost` between its calls.
                     self.lost = True
                     self._ended.set()
                     return
@@ -195,14 +186,10 @@ def lease_holders(storage: Storage) -> dict[str, dict[str, Any]]:
 
 
 class LeaseWatch:
-    """Repeated checks of leases, which use only the clock of this machine.
-
-    Example: watch.is_held("explorer.b", 3)
-    """
+    """Repeated checks of leases, which use only the clock of this machine."""
 
     def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
-        self._storage = storage
-        self._clock = clock
+        self._storage, self._clock = storage, clock
         self._seen: dict[str, tuple[bytes, float]] = {}
         """Newest content of each lease by path, and the time of its first sight."""
 

@@ -254,8 +254,8 @@ def read_config(storage: Storage, fingerprint: str) -> Config:
 def folders_of(storage: Storage) -> dict[str, Storage]:
     """Storage of the run under "", then of its stages by name, all below `storage` even if the run has moved."""
     stages = read_run_config(storage).stages if storage.exists(RUN_FILE) else ()
-    names = [stage.stage_name for stage in stages]
-    return {"": storage} | {name: open_storage(f"{storage.url.rstrip('/')}/{name}") for name in names}
+    root = storage.url.rstrip("/")
+    return {"": storage} | {stage.stage_name: open_storage(f"{root}/{stage.stage_name}") for stage in stages}
 
 
 def note_begin(storage: Storage) -> None:
@@ -316,10 +316,9 @@ def _run_json(config: Config, fingerprints: Mapping[str, Any] | None = None, pla
     if folder is not None and not names_environment(folder):  # other commands run in other folders
         tree["cluster"]["private_folder"] = str(Path(folder).expanduser().absolute())
     run = {"config": tree, "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
-    run |= {"cwd": os.getcwd(), "config_edition": _CONFIG_EDITION} | (
-        {} if fingerprints is None else {"fingerprints": fingerprints}
-    )
-    run |= {} if placement is None else {"placement": placement}
+    run |= {"cwd": os.getcwd(), "config_edition": _CONFIG_EDITION}
+    given = {"fingerprints": fingerprints, "placement": placement}
+    run |= {name: value for name, value in given.items() if value is not None}
     return json.dumps(run, indent=1).encode()
 
 

@@ -5,8 +5,8 @@ worker_pool.py runs them on Dask workers.
                    |
                    `--> lost --> local: the server ends; on a worker: another engine is started if the worker is alive
 
-`EnginePool.poll` is called several times a second. It never waits for one engine while others can take requests. An
-engine takes requests only once it serves the newest weights.
+`EnginePool.poll` never waits for one engine while others can take requests. An engine takes requests only once it
+serves the newest weights.
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class EnginePool(ABC):
-    """Example:
-    pool = LocalEngines(config, storage, LoadBalancer())
-    while ...:
-        await pool.poll()       # meanwhile, requests go to `pool.queue`
-    await pool.close()
-    """
+    """Engines to `poll` several times a second; meanwhile, requests go to `queue`."""
 
     def __init__(self, storage: Storage, queue: LoadBalancer) -> None:
         self._storage, self.queue = storage, queue
@@ -102,7 +97,6 @@ class LocalEngines(EnginePool):
     """Child processes on this machine: `explorer.rollout_model.engine_num` engines for the server's whole life."""
 
     def __init__(self, config: Config, storage: Storage, queue: LoadBalancer) -> None:
-        """Starts them."""
         super().__init__(storage, queue)
         section = config.explorer.rollout_model
         threads = max(1, (os.cpu_count() or 1) // section.engine_num)

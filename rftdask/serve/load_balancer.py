@@ -68,12 +68,6 @@ class _Slot:
 
 
 class LoadBalancer(RequestQueue):
-    """Example:
-    balancer = LoadBalancer()
-    balancer.add(engine)
-    generation = await balancer.generate(key, turn, request)
-    """
-
     def __init__(self, max_unsized: int | None = MAX_UNSIZED, clock: Callable[[], float] = time.monotonic) -> None:
         """max_unsized: concurrent calls for an engine of unknown memory size; None: unlimited."""
         super().__init__()
@@ -83,8 +77,7 @@ class LoadBalancer(RequestQueue):
         """Running mean duration of calls, weighted toward the newest."""
 
     def add(self, engine: AskedEngine) -> None:
-        queue = StreamingQueue(Streaming(engine.submit, _TIMEOUT_S, str(engine)))
-        self._slots.append(_Slot(engine, queue))
+        self._slots.append(_Slot(engine, StreamingQueue(Streaming(engine.submit, _TIMEOUT_S, str(engine)))))
 
     def take_lost(self) -> list[AskedEngine]:
         lost = [slot for slot in self._slots if slot.is_lost]

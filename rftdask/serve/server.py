@@ -184,8 +184,6 @@ class PolicyServer:
                 session.model.close()
                 del self._sessions[session.id]
 
-    # ---- access
-
     def _authorize(self, request: Request) -> str:
         """The session that a request names, "" if it names none. Raises: _Refused: its key is not valid."""
         key = key_in(request)
@@ -250,8 +248,7 @@ class PolicyServer:
         except FullError as error:
             return _busy(str(error), error.retry_after_s)
         except NoEngineError as error:
-            retry = {"Retry-After": str(_RETRY_AFTER_S)}
-            return refusal(str(error), code="service_unavailable", status=503, headers=retry)
+            return _busy(str(error), code="service_unavailable", status=503)
         finally:
             self._num_running -= 1
             session.num_running -= 1
@@ -266,8 +263,6 @@ class PolicyServer:
             while len(session.answers) > _KEPT_ANSWERS:
                 session.answers.popitem(last=False)
         return answer
-
-    # ---- the routes
 
     async def _health(self, request: Request) -> Response:
         return _success(
@@ -310,7 +305,6 @@ class PolicyServer:
         if body is None or isinstance(reward, bool) or not isinstance(reward, int | float):
             raise _refused('the body must be an object: {"reward": NUMBER, "session_id": ..., ...}', "reward")
         names = self._rewarded_sessions(named, body)
-        # Several sessions become one rollout, named after the first of them.
         session_id, sessions = names[0], [self._sessions[name] for name in names if name in self._sessions]
         task, metrics = body.get("task_id") or "", body.get("metrics", {})
         if not isinstance(task, str) or not isinstance(metrics, Mapping):
@@ -404,9 +398,10 @@ def _success(**body: Any) -> Response:
     return as_response(OpenAIAnswer(200, body))
 
 
-def _busy(why: str, retry_after_s: int = _RETRY_AFTER_S) -> OpenAIAnswer:
-    headers = {"Retry-After": str(retry_after_s)}
-    return refusal(why, code="rate_limit_exceeded", status=429, headers=headers)
+def _busy(
+    why: str, retry_after_s: int = _RETRY_AFTER_S, code: str = "rate_limit_exceeded", status: int = 429
+) -> OpenAIAnswer:
+    return refusal(why, code=code, status=status, headers={"Retry-After": str(retry_after_s)})
 
 
 async def _never(task: Task, model: Any) -> float:
@@ -423,9 +418,6 @@ async def _body(request: Request) -> Mapping[str, Any] | None:
     except ValueError as error:
         raise _refused(f"the body is not valid JSON: {error}") from error
     return body if isinstance(body, Mapping) else None
-
-
-# ---- the process
 
 
 def serve_policy(

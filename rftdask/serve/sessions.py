@@ -18,9 +18,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rftdask.buffer.log.columns import experiences_to_table
@@ -52,13 +53,7 @@ class RewardedSession:
 
 
 class SessionStore:
-    """The rewarded sessions of one run. Only the process that holds the explorer lease may have one.
-
-    Example:
-        store = SessionStore(storage, log, config, group_age_s=600)
-        store.put(RewardedSession("a1", "task 7", 1.0, rows))
-        store.commit_groups()
-    """
+    """The rewarded sessions of one run. Only the process that holds the explorer lease may have one."""
 
     def __init__(
         self,
@@ -110,9 +105,9 @@ class SessionStore:
         Raises: StorageError; ValueError, OverflowError: it was stored before, or its rows cannot enter the log.
         """
         experiences_to_table(rewarded.rows)
-        record = dump_checked(
-            {"task": rewarded.task, "reward": rewarded.reward, "rows": list(map(_to_json, rewarded.rows))}
-        )
+        # float32 values are written as float64 and read back unchanged.
+        rows = msgspec.to_builtins(rewarded.rows, enc_hook=lambda numpy_value: numpy_value.tolist())
+        record = dump_checked({"task": rewarded.task, "reward": rewarded.reward, "rows": rows})
         if self.find(rewarded.id) is not None or not self._storage.put_new(_path(rewarded.id), record):
             raise ValueError(f"session {rewarded.id} already has its reward")
         with self._lock:
@@ -237,19 +232,6 @@ def one_rollout(sessions: Sequence[Sequence[Experience]]) -> list[Experience]:
 
 def _path(session: str) -> str:
     return f"{_SESSIONS}/{session}.json"
-
-
-def _to_json(row: Experience) -> dict[str, Any]:
-    # float32 values are written as float64 and read back unchanged.
-    plain = {column.name: getattr(row, column.name) for column in fields(row)}
-    plain |= {name: np.asarray(plain[name]).tolist() for name in ("tokens", "rollout_logprobs")}
-    plain["loss_mask"] = None if row.loss_mask is None else np.asarray(row.loss_mask).tolist()
-    plain["turns"] = None if row.turns is None else [vars(turn) for turn in row.turns]
-    plain["metrics"] = dict(row.metrics)
-    plain["status"] = str(row.status)
-    # The round trip gives the values that `load_checked` will read, over which the checksum is computed.
-    loaded: dict[str, Any] = json.loads(json.dumps(plain))
-    return loaded
 
 
 def _from_json(plain: dict[str, Any]) -> Experience:

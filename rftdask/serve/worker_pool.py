@@ -134,9 +134,6 @@ class WorkerEngines(EnginePool):
         self._engines.close()
 
 
-# ---- the worker
-
-
 def host_engines(dask_worker: Worker) -> None:
     """Register `host` on a worker, so that servers can start engines there. Idempotent."""
     dask_worker.handlers[OPERATION] = host

@@ -30,6 +30,13 @@ CONFIGS = "configs"
 _NAME = re.compile(r"[\w][\w.-]{0,80}")
 _MAX_STARTED = 30
 _TAIL_BYTES = 20_000
+_COMMANDS = {
+    "start": "run {} --progress plain",
+    "submit": "submit {}",
+    "dry-run": "submit --dry-run {}",
+    "check": "validate --data {}",
+}
+"""Command of each action on a configuration file."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,7 @@ class Actions:
 
     def read(self, name: str) -> Fields:
         """Read a configuration. Raises: DataError: it does not exist; UserError: it is not valid YAML."""
-        try:
-            return Fields.of_file(self._storage.get(_path(name)).decode())
-        except NotFoundError:
-            raise DataError(f"{self._folder.url} has no {_path(name)}") from None
+        return Fields.of_file(self._get(name).decode())
 
     def check(self, fields: Fields, gpu: str = "") -> Checked:
         return check_form(fields, self._folder.url, gpu)
@@ -126,36 +130,32 @@ class Actions:
 
     def _command(self, action: str, target: str) -> list[str]:
         base = [sys.executable, "-m", "rftdask"]
-        match action:
-            case "start":
-                return [*base, "run", self._file(target), "--progress", "plain"]
-            case "submit":
-                return [*base, "submit", self._file(target)]
-            case "dry-run":
-                return [*base, "submit", "--dry-run", self._file(target)]
-            case "check":
-                return [*base, "validate", "--data", self._file(target)]
-            case "stop":
-                return [*base, "cancel", self._folder.url_of(target)]
-            case "continue":
-                url, config = self._folder.url_of(target), self._folder.config(target)
-                if open_storage(config.checkpoint_job_dir).url != open_storage(url).url:
-                    raise UserError(
-                        f"{target} was created in {config.checkpoint_job_dir} and can only be continued in that folder"
-                    )
-                path = self._log_folder / (re.sub(r"[^\w.-]", "-", target) + ".yaml")
-                path.write_text(config.to_yaml())
-                submitted = bool(read_jobs(open_storage(url))) or not config.cluster.is_one_machine
-                return [*base, "submit", str(path)] if submitted else [*base, "run", str(path), "--progress", "plain"]
-        raise UserError(f"unknown action {action!r:.50}; use start, submit, dry-run, check, stop or continue")
+        if action in _COMMANDS:
+            file = self._file(target)
+            return [*base, *(part.format(file) for part in _COMMANDS[action].split())]
+        if action == "stop":
+            return [*base, "cancel", self._folder.url_of(target)]
+        if action != "continue":
+            raise UserError(f"unknown action {action!r:.50}; use {', '.join(_COMMANDS)}, stop or continue")
+        url, config = self._folder.url_of(target), self._folder.config(target)
+        if open_storage(config.checkpoint_job_dir).url != open_storage(url).url:
+            raise UserError(
+                f"{target} was created in {config.checkpoint_job_dir} and can only be continued in that folder"
+            )
+        path = self._log_folder / (re.sub(r"[^\w.-]", "-", target) + ".yaml")
+        path.write_text(config.to_yaml())
+        submitted = bool(read_jobs(open_storage(url))) or not config.cluster.is_one_machine
+        return [*base, *(part.format(path) for part in _COMMANDS["submit" if submitted else "start"].split())]
+
+    def _get(self, name: str) -> bytes:
+        try:
+            return self._storage.get(_path(name))
+        except NotFoundError:
+            raise DataError(f"{self._folder.url} has no {_path(name)}") from None
 
     def _file(self, name: str) -> str:
         """Return the local path of a configuration for a command."""
-        try:
-            data = self._storage.get(_path(name))
-        except NotFoundError:
-            raise DataError(f"{self._folder.url} has no {_path(name)}") from None
-        local = Path(self._folder.url) / _path(name)
+        data, local = self._get(name), Path(self._folder.url) / _path(name)
         if "://" in self._folder.url:
             local = self._log_folder / f"{name}.yaml"
             local.write_bytes(data)

@@ -69,9 +69,7 @@ class Key:
 
     def value(self, text: str) -> Any:
         """Parse a text of the form. Raises: ValueError: not valid YAML (except for kind "text")."""
-        if self.kind == "text":
-            return text
-        if "${" in text and self.kind != "yaml":
+        if self.kind == "text" or ("${" in text and self.kind != "yaml"):
             return text
         try:
             return load_yaml(text)
@@ -259,8 +257,6 @@ class Checked:
     warnings: tuple[str, ...] = ()
     plan: str = ""
     memory: str = ""
-    config: Config | None = None
-    """None: the form has problems."""
 
 
 def check_form(fields: Fields, root: str, gpu: str = "") -> Checked:
@@ -292,4 +288,4 @@ def check_form(fields: Fields, root: str, gpu: str = "") -> Checked:
         memory = format_memory_report(config, gpu) if sized else "not known: the model is not on this machine"
     except (RftError, OSError, ValueError) as error:  # the model is not here, or has no sizes
         memory = f"not known: {error}"
-    return Checked(text, {}, config.warnings, plan, memory, config)
+    return Checked(text, {}, config.warnings, plan, memory)

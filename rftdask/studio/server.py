@@ -86,7 +86,7 @@ class _Guard:
         request = HTTPConnection(scope)
         # Another host name means DNS rebinding by a foreign page.
         host = request.headers.get("host", "").lower()
-        if host.rpartition(":")[0] not in (ADDRESS, "localhost") and _without_port(host) not in self._hosts:
+        if host.rpartition(":")[0] not in (ADDRESS, "localhost") and re.sub(r":\d+\Z", "", host) not in self._hosts:
             text = f"this server answers requests for {' and '.join((ADDRESS, *sorted(self._hosts)))} only"
             return _message(403, "Wrong host", f"{text}; --allow-host names the host of a proxy")
         query = dict(request.query_params)
@@ -102,11 +102,6 @@ class _Guard:
 
     def _is_valid(self, token: str) -> bool:
         return secrets.compare_digest(token.encode(), self._token.encode())
-
-
-def _without_port(host: str) -> str:
-    name, _, port = host.rpartition(":")
-    return name if port.isdecimal() else host
 
 
 _HEADERS = (
@@ -138,28 +133,16 @@ class Studio:
         """Proves that a request for an action comes from a page of this studio."""
 
     def app(self, token: str, cookie: str, hosts: Set[str] = frozenset()) -> Starlette:
-        pages = {
-            "/": self.runs,
-            "/run": self.run,
-            "/curves.json": self.curves,
-            "/compare": self.compare,
-            "/samples": self.samples,
-            "/task": self.task,
-            "/groups": self.groups,
-            "/experiences": self.experiences,
-            "/experience": self.experience,
-            "/distributions": self.distributions,
-            "/sql": self.sql,
-            "/cluster": self.cluster,
-            "/logs": self.logs,
-            "/about": self.about,
-            "/reload": self.reload,
-            "/configure": self.configure,
-        }
+        pages: list[Callable[[Request], Response]] = [
+            *(self.run, self.compare, self.samples, self.task, self.groups, self.experiences, self.experience),
+            *(self.distributions, self.sql, self.cluster, self.logs, self.about, self.reload, self.configure),
+        ]
         static = StaticFiles(directory=Path(__file__).parent / "static", packages=[("rftdask.reports.page", "static")])
         return Starlette(
             routes=[
-                *(Route(path, page, methods=["GET"]) for path, page in pages.items()),
+                Route("/", self.runs, methods=["GET"]),
+                Route("/curves.json", self.curves, methods=["GET"]),
+                *(Route(f"/{page.__name__}", page, methods=["GET"]) for page in pages),
                 Route("/do", self.do, methods=["POST"]),
                 Route("/favicon.ico", lambda _: Response(status_code=204)),  # browsers request one
                 Mount("/static", static),
@@ -201,8 +184,6 @@ class Studio:
         """Values for a page with actions: the action token ("" without actions) and the started commands."""
         actions = self.actions
         return {"action_token": self._action_token if actions else "", "started": actions.started() if actions else []}
-
-    # ---- runs
 
     def runs(self, request: Request) -> Response:
         if self.folder.runs() == [HERE]:
@@ -251,8 +232,6 @@ class Studio:
         for name in names:
             self.folder.url_of(name)  # raises if it does not exist
         return names
-
-    # ---- answers
 
     def samples(self, request: Request) -> Response:
         name, query = self._name(request), request.query_params
@@ -312,7 +291,7 @@ class Studio:
         menus = {key: browser.choices(key) for key in ("stage", "status")}
         menus["state"] = browser.choices("state", "reason")
         rows = browser.page(wanted, _number(query, "page", 1))
-        values: dict[str, Any] = {"browser": browser, "wanted": wanted, "found": rows, "menus": menus, "sorts": SORTS}
+        values = {"browser": browser, "wanted": wanted, "found": rows, "menus": menus, "sorts": SORTS}
         return self._run_page(name, "experiences", **values)
 
     def experience(self, request: Request) -> Response:
@@ -352,8 +331,6 @@ class Studio:
             tables=TABLES,
         )
 
-    # ---- processes
-
     def cluster(self, request: Request) -> Response:
         name, folder = self._name(request), self.folder
         values = contents.cluster(folder.stages(name), folder.status(name), folder.jobs(name))
@@ -376,8 +353,6 @@ class Studio:
         name = self._name(request)
         self.folder.clear()
         return RedirectResponse(link("experiences", run=name), status_code=303)
-
-    # ---- actions
 
     def configure(self, request: Request) -> Response:
         """A configuration as a form. Query: `config` (saved), `run` (of this run) or `like` (bundled)."""
@@ -453,12 +428,7 @@ def _number(query: QueryParams, key: str, default: int) -> int:
 
 
 class StudioServer:
-    """Studio on its own port.
-
-    Example:
-        with StudioServer("runs") as server:
-            print(server.address()); server.run()
-    """
+    """Studio on its own port. Example: with StudioServer("runs") as server: print(server.address()); server.run()"""
 
     def __init__(self, url: str | Path, port: int = 0, *, read_only: bool = False, hosts: Collection[str] = ()) -> None:
         """Args: port: 0 selects a free port. read_only: True disables actions. hosts: host names of proxies.

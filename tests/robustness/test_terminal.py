@@ -38,7 +38,7 @@ def test_the_summary_shows_samples_and_errors_as_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    sample = SampleAnswer(prompt=HOSTILE, truth=HOSTILE, before=HOSTILE, after=f"{HOSTILE} {SECRET}")
+    sample = SampleAnswer(HOSTILE, HOSTILE, HOSTILE, None, f"{HOSTILE} {SECRET}", None)
     error = f"{HOSTILE} https://me:hunter2@host/x"
     print_summary(RunSummary("r", HOSTILE, "failed", error=error, samples=(sample,), warnings=(HOSTILE,)))
     shown = capsys.readouterr().out

@@ -143,10 +143,7 @@ class Shown(NamedTuple):
 
 
 class Browser:
-    """Experiences of one run, read once; create a new browser to see newer ones.
-
-    Example: browser = Browser("runs/project/name"); browser.page(Filter(status="failed"), 1).rows
-    """
+    """Experiences of one run, read once; create a new browser to see newer ones."""
 
     def __init__(self, url: str | Path, *, evals: bool = False) -> None:
         """evals: True for answers to evaluations, which no ledger contains. Raises: DataError: not a run folder."""
@@ -196,9 +193,8 @@ class Browser:
         if place not in experiences:
             return None
         experience = self._experiences.take(experiences[place]).to_pylist()[0]
-        key = "/".join(str(experience[name]) for name in _GROUP)
-        group = self.rows.iloc[groups[stage, shard, key]]
-        group = group.drop_duplicates("row")  # a row has one line per ledger entry that names it
+        key = stage, shard, "/".join(str(experience[name]) for name in _GROUP)
+        group = self.rows.iloc[groups[key]].drop_duplicates("row")  # one line per ledger entry that names the row
         group = group.assign(minus_mean=group["reward"] - group["reward"].mean())
 
         start, ids = experience["prompt_length"], experience["tokens"]
@@ -210,8 +206,7 @@ class Browser:
         for source, (begin, end) in zip(sources, sampled_spans(experience), strict=True):
             sampled += [(None, False, source, None)] * (start + begin - len(sampled))
             sampled += [(experience["rollout_logprobs"][n], mask[n], "", versions[n]) for n in range(begin, end)]
-        spell = self._spell[stage]
-        tokens = [Token(n, token, spell(token), *sampled[n]) for n, token in enumerate(ids)]
+        tokens = [Token(n, token, self._spell[stage](token), *sampled[n]) for n, token in enumerate(ids)]
         state_rows = self._states.take(states.get(place, np.array([], int))).to_pylist()
         [storage] = [reader.storage for reader in self.tables.stages if reader.name == stage]
         images = [_image(storage, name) for name in experience["images"] or ()]

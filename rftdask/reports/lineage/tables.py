@@ -74,12 +74,7 @@ _LostShard = tuple[str, str, int, str | None]
 
 
 class RunTables:
-    """Tables of one run, each read on first access.
-
-    Example:
-        tables = RunTables("runs/project/name")
-        tables.table("ledger").to_pandas(); tables.problems
-    """
+    """Tables of one run, each read on first access. Example: RunTables("runs/project/name").table("ledger")"""
 
     def __init__(self, url: str | Path) -> None:
         """Raises: DataError: `url` is not a run folder."""

@@ -197,7 +197,6 @@ def _trace(tables: RunTables, stage: StageReader, uid: str, unit: pa.Table) -> T
         weights = _weights_verdict(tables, stage, row)
         first = states_of_row[0]
         copies.append(Copy(name, number, first["state"], first["reason"] or "", row, weights, uses, lost_to))
-    # Trained copies come first, repeats last.
     copies.sort(key=lambda copy: (copy.state != TRAINED, copy.reason == REPEAT))
     fates = {(s["shard"], s["row"]): s["reason"] or s["state"] for s in states}
     siblings = tuple({**row, "fate": fates[p]} for p, row in rows.items() if row["shard"] == copies[0].shard.text)
@@ -255,9 +254,6 @@ def _use(tables: RunTables, stage: StageReader, ledger: pa.Table, state: Mapping
     )
 
 
-# ---- text
-
-
 def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
     """Return (label, text) pairs that describe a copy; empty texts are not shown."""
     row = copy.experience
@@ -282,8 +278,7 @@ def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
     ]
     if copy.reason == REPEAT and copy.lost_to:
         step, lineage = copy.lost_to
-        counts = f"step {step} used the other copy (lineage {lineage})"
-        lines.append((DROPPED, f"its work unit ran twice; {counts}"))
+        lines.append((DROPPED, f"its work unit ran twice; step {step} used the other copy (lineage {lineage})"))
         lines.append(("", "which cannot be read any more: it was damaged and quarantined, or removed"))
     elif copy.reason == REPEAT and not copy.uses:
         lines.append((DROPPED, "its work unit ran twice; the other copy counts"))

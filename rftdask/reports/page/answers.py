@@ -7,7 +7,7 @@ by an algorithm.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -94,9 +94,8 @@ def task_table(rows: pd.DataFrame, *, order: str = "", first: int = 0, size: int
         ]
         stage, taskset, task = key
         prompt, truth, response, error = (str(text or "") for text in texts.loc[key])
-        task_rows.append(TaskRow(str(stage), str(taskset), int(task), prompt, truth, cells, response or error))
+        task_rows.append(TaskRow(stage, taskset, task, prompt, truth, cells, response or error))
     low, high = float(rows["reward"].min()), float(rows["reward"].max())
-    # No rewards: all answers failed.
     low, high = (0.0, 1.0) if np.isnan(low) else (min(low, 0.0), max(high, 1.0))
     return TaskTable(columns, task_rows, len(wide), low, high)
 
@@ -104,8 +103,7 @@ def task_table(rows: pd.DataFrame, *, order: str = "", first: int = 0, size: int
 def step_bins(steps: np.ndarray[Any, Any], max_bins: int) -> list[tuple[int, int]]:
     """Return (first, last) of at most `max_bins` ranges that cover the steps, with about equally many steps each."""
     distinct = np.unique(steps)
-    parts = np.array_split(distinct, min(max_bins, len(distinct)))
-    return [(int(part[0]), int(part[-1])) for part in parts]
+    return [(int(part[0]), int(part[-1])) for part in np.array_split(distinct, min(max_bins, len(distinct)))]
 
 
 @dataclass(frozen=True)
@@ -123,46 +121,33 @@ class AnswerGroup:
     mean: float | None
     spread: float
     """Standard deviation of the rewards; 0 means no learning signal."""
-    answers: Sequence[dict[str, Any]] = field(default_factory=list)
+    answers: Sequence[dict[str, Any]]
     """Rows of the browser with `minus_mean`, the best first. Identical answers with the same reward are merged; `same`
     lists their rows.
     """
-    num_answers: int = 0
+    num_answers: int
 
 
 def groups_of(rows: pd.DataFrame, first: int = 0, size: int = 20) -> tuple[list[AnswerGroup], int]:
     """Return the groups `first` to `first + size`, by step, and the number of all groups."""
     # A row has one line per ledger entry that names it.
     rows = rows.drop_duplicates(["stage", "shard", "row"])
-    keys = ["explore_step", "stage", "taskset", "task_index", "shard"]
-    parts = rows.groupby(keys, sort=True)
+    parts = rows.groupby(["explore_step", "stage", "taskset", "task_index", "shard"], sort=True)
     groups = []
     for key in list(parts.groups)[first : first + size]:
         part = parts.get_group(key)
         part = part.assign(minus_mean=part["reward"] - part["reward"].mean())
         part = part.sort_values(["reward", "rollout"], ascending=[False, True])
         step, stage, taskset, task, _ = key
-        head, mean = part.iloc[0], part["reward"].mean()
-        spread = part["reward"].std(ddof=0)
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for row in records(part):
+        for row in (answers := records(part)):
             key = tuple(row.get(name) for name in ("response_text", "error", "reward", "status", "state", "reason"))
             merged.setdefault(key, {**row, "same": []})["same"].append(row)
-        groups.append(
-            AnswerGroup(
-                str(stage),
-                str(taskset),
-                int(task),
-                int(step),
-                int(part["max_policy_version"].max()),
-                str(head["prompt_text"]),
-                str(head["truth"] or ""),
-                None if np.isnan(mean) else float(mean),
-                0.0 if np.isnan(spread) else float(spread),
-                list(merged.values()),
-                len(part),
-            )
-        )
+        version, prompt, truth = max(part["max_policy_version"]), answers[0]["prompt_text"], answers[0]["truth"] or ""
+        mean, spread = part["reward"].mean(), part["reward"].std(ddof=0)
+        numbers = None if np.isnan(mean) else float(mean), 0.0 if np.isnan(spread) else float(spread)
+        texts = (stage, taskset, task, step, version, prompt, truth)
+        groups.append(AnswerGroup(*texts, *numbers, list(merged.values()), len(part)))
     return groups, len(parts)
 
 

@@ -114,7 +114,6 @@ def curves_of(stages: Sequence[StageReader]) -> list[dict[str, Any]]:
                     # A process has no steps: use the number of steps done at that time.
                     part["step"] = np.interp(part["time_s"], steps["time_s"], steps["step"]) if len(steps) else 0.0
                 if spent is not None:
-                    # Tokens trained when the row was written.
                     part["tokens"] = np.interp(part["time_s"], trainer["time_s"], spent, left=tokens)
                 every = -(-len(part) // MAX_POINTS)
                 mean_of = max(mean_of, every)

@@ -593,7 +593,7 @@ def test_only_weights_gradients_and_state_are_certain(tmp_path: Path) -> None:
     def short(memory: float, *settings: str) -> dict[str, bool]:
         config = load_config(GPUS_1, ["cluster.gpu_per_node=1", *settings])
         result = gpu_shortages(config.stage_configs(), plan_machines(config), memory * GB)
-        return {re.search(r", (\w+): needs", item.text)[1]: item.is_certain for item in result}  # type: ignore[index]
+        return {re.search(r", (\w+): needs", text)[1]: is_certain for text, is_certain in result.items()}  # type: ignore[index]
 
     assert short(80) == {}
     assert short(33) == short(25) == {"trainer": False}
