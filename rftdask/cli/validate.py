@@ -20,8 +20,7 @@ from rftdask.driver.memory_estimate import (
     raise_shortages,
 )
 from rftdask.errors import NotInstalledError, UserError
-from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.usage import gpu_memory
+from rftdask.processes.gpus import gpu_memory, visible_gpus
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 
 

@@ -25,7 +25,7 @@ import setproctitle
 
 from rftdask.cluster.layout import AUXILIARY_RESOURCE, EXPLORER_RESOURCE, amount_of, auxiliary_sizes
 from rftdask.processes.dask_task import LEAVING_TOPIC
-from rftdask.processes.usage import METER, Meter
+from rftdask.processes.gpus import METER, Meter
 from rftdask.processes.zygote import SIGNALS, die_with_parent, reseed_numpy
 
 if TYPE_CHECKING:

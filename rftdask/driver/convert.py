@@ -42,8 +42,6 @@ _MODEL_PATH_PARTS = 4
 
 @dataclass(frozen=True)
 class Converted:
-    """Hugging Face folder, and the checkpoint it was made from."""
-
     run: str
     step: int
     folder: Path

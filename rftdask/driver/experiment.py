@@ -41,8 +41,7 @@ from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.processes.dask_task import workers_of
-from rftdask.processes.gpus import free_host_bytes
-from rftdask.processes.usage import gpu_memory
+from rftdask.processes.gpus import free_host_bytes, gpu_memory
 from rftdask.reports.charts import plot_metrics
 from rftdask.reports.lineage.sql import query as run_query
 from rftdask.reports.lineage.sql import warn_of
@@ -82,7 +81,6 @@ _FEED_INTERVAL_S = 2.0
 _REPORT_IMPORT_S = 2.0
 """Seconds before the end of a run at which the imports of its report begin; earlier the roles need every core."""
 _SHOWN = ("loss", "reward", "staleness", "tokens_per_s")
-"""Metrics of a step that `Progress` shows."""
 
 
 class Experiment:
@@ -104,7 +102,6 @@ class Experiment:
         self.client: Client | None = None
         """Dask client for the cluster of an attached run; close it after use."""
         self.url = self.config.checkpoint_job_dir
-        """URL of the run folder."""
         self._stage: StageRun | None = None
         self._progress = Progress(stage=self.config.name)
         self._thread: threading.Thread | None = None
@@ -459,7 +456,6 @@ class StageObserver:
         """Metrics of the first and last steps of each role."""
         self._report_imported = False
         self._warned: set[str] = set()
-        """Metrics with an active warning."""
         self._logs = LogFolder(storage)
         self.log_folder = str(self._logs.path)
         self._feeds = open_feeds(config, storage)

@@ -136,9 +136,7 @@ class FirstConfig:
     """Task file (jsonl, json, csv, parquet), or a dataset on the Hub."""
     model: str
     where: str
-    """laptop, gpus or slurm."""
     partition: str = ""
-    """Partition of SLURM."""
     node: Capacity | None = None
     """Capacity of a node of the partition. None: not known here."""
     name: str = "first"

@@ -46,7 +46,6 @@ USABLE = 0.9
 """Usable fraction of a GPU. The CUDA context, kernel workspaces and allocator fragmentation take the rest."""
 GB = 1e9
 _MASTER = 4
-"""Bytes of a float32 weight or gradient."""
 _NUM_SMS = 132
 """Multiprocessors of an H100 or H200, over which the deterministic attention backward pass divides its work."""
 _PROCESS = 1.5 * GB
@@ -56,7 +55,6 @@ _OWNERS = {"engines": EXPLORER_RESOURCE, "asleep": EXPLORER_RESOURCE, "auxiliary
 _GRAPHS = 1.0 * GB
 """Allowance for the CUDA graphs that vLLM measures when it starts."""
 _BLOCK = 16
-"""Tokens in a block of vLLM's key-value cache."""
 # fmt: off
 _STATE_BYTES = {
     "adadelta": 8, "adagrad": 4, "adam": 8, "adamax": 8, "adamw": 8, "asgd": 4, "nadam": 8, "radam": 8, "rmsprop": 4,

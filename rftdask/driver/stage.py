@@ -107,7 +107,6 @@ class StageRun:
         # Threads of Dask's executor do not keep the process alive, so a second Ctrl-C ends it at once.
         self._threads = ThreadPoolExecutor(3, thread_name_prefix="stage")
         self._errors: list[BaseException] = []
-        """Errors of the roles, in the order of failure."""
         self._work: dict[str, Future[Any]] = {}
         """Active threads by role, and "retention"."""
         self._workers: dict[str, str | int] = {}

@@ -36,7 +36,6 @@ class WeightsPublished:
     """The pointer to the newest weights has moved."""
 
     version: int
-    """Policy version."""
     content_hash: str
 
 

@@ -17,12 +17,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rftdask.errors import DamagedError
 from rftdask.processes.dask_task import WorkerInfo
-from rftdask.processes.usage import METER
+from rftdask.processes.gpus import METER
 from rftdask.storage.base import Storage
 from rftdask.storage.checked_json import parse_object
 
@@ -78,7 +79,7 @@ class MetricsRow:
         return cls(role, int(step), float(time_s), tags, metrics)
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Writes the rows of one role; each start of a role opens a new part. Thread-safe.
 
     Example: with MetricsWriter(storage, "trainer") as metrics: metrics.write(step, {"loss": 0.31}, stage="rl")
@@ -154,9 +155,6 @@ class MetricsWriter:
     def close(self) -> None:
         """Flush. The writer can still be used, and closed again."""
         self.flush()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

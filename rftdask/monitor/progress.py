@@ -35,7 +35,6 @@ class Progress:
     num_stages: int = 1
     mode: str = ""
     step: int = 0
-    """Finished steps of this stage."""
     total_steps: int | None = None
     reward: float | None = None
     accuracy: float | None = None
@@ -51,7 +50,7 @@ class Progress:
     """Estimated time left in this stage."""
     workers: int = 0
     notes: tuple[str, ...] = ()
-    """Current conditions, such as "explorers wait for the trainer". Use `ProgressView.note` for events."""
+    """Newest events, which a notebook shows below; see `ProgressView.note`."""
 
     def columns(self) -> list[tuple[str, str]]:
         """Return (label, text) pairs in display order; unknown values are "-"."""
@@ -88,7 +87,7 @@ class Progress:
 
     def line(self) -> str:
         known = [f"{label} {text}" for label, text in self.columns() if text != "-"]
-        return "  ".join([f"[{self.title}]", *known, *self.notes])
+        return "  ".join([f"[{self.title}]", *known])
 
     def _repr_html_(self) -> str:
         cells = "".join(
@@ -123,7 +122,6 @@ class ProgressView(AbstractContextManager["ProgressView"]):
     """
 
     min_interval_s: float = 0.1
-    """Minimum time between two refreshes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -237,7 +235,6 @@ def panel(progress: Progress) -> RenderableType:
         bar = Table.grid(expand=True)  # a bare bar has no line end
         bar.add_row(ProgressBar(total=1.0, completed=progress.fraction))
         parts.insert(0, bar)
-    parts += [Text(safe(note), style="yellow") for note in progress.notes]
     return Panel(Group(*parts), title=Text(progress.title, style="bold"), title_align="left", border_style="dim")
 
 

@@ -39,7 +39,6 @@ class TrackedRun:
     """Run as seen by a tracker."""
 
     folder: Path
-    """Local folder for the tracker's files."""
     project: str
     name: str
     config: Mapping[str, Any]

@@ -37,7 +37,6 @@ class DeviceLock:
     def __init__(self, folder: str | Path, names: Sequence[str | int], *, exclusive: bool) -> None:
         """exclusive: True for a rank, False for an engine."""
         self.held = False
-        """True while this process has its devices."""
         self._exclusive, self._names = exclusive, tuple(str(name).replace("/", "-") for name in names)
         self._files = {
             # Not inherited by programs that it starts: a lock lasts as long as any process has its file open.

@@ -1,4 +1,4 @@
-"""GPUs and host memory of this process, and errors about them that name the remedy.
+"""GPUs and host memory of this process, its usage of them, and errors about them that name the remedy.
 
 A planned GPU that torch cannot use is an error: a run that was placed on GPUs never continues on the CPU. Tests replace
 `_cuda`, the only access to torch.cuda.
@@ -6,6 +6,7 @@ A planned GPU that torch cannot use is an error: a run that was placed on GPUs n
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
 import os
@@ -13,7 +14,7 @@ import resource
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ _FREE_S = 30.0
 _POLL_INTERVAL_S = 0.2
 _GIB = 2**30
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
-"""Environment variables with the id of a batch job."""
+METER = "rftdask_meter"
+"""Name among the metrics of a Dask worker."""
+_METER_INTERVAL_S = 4.0
+"""Between two measurements, which take milliseconds. Heartbeats come more often."""
+_METER_FIRST_S = 1.0
+"""Before the first measurement, so that short runs have one."""
 _claims: list[int] = []
 """Lock files of the GPUs that this process has claimed, open until it ends."""
 
@@ -214,3 +220,91 @@ def _gpu_peak() -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+class Meter:
+    """Usage of this process, its descendants and its GPUs. Example: worker.metrics[METER] = Meter()"""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, nvml: Any = None) -> None:
+        """nvml: replacement for the module pynvml. None: pynvml, if it is installed and a GPU is visible."""
+        self._clock, self._process = clock, psutil.Process()
+        self._read_s, self._metrics = clock(), dict[str, float]()
+        self._used_s, _ = self._tree()
+        psutil.cpu_percent()  # the first result is meaningless
+        self._gpus = _Gpus(nvml) if visible_gpus() else None
+
+    def __call__(self, _worker: object = None) -> Mapping[str, float]:
+        """Metrics by name (reports/metric_table.py), at most a few seconds old; empty at the beginning."""
+        passed = self._clock() - self._read_s
+        if passed < (_METER_INTERVAL_S if self._metrics else _METER_FIRST_S):
+            return self._metrics
+        self._read_s += passed
+        used_s, largest = self._tree()
+        # The sum falls when a process ends that nobody waited for.
+        busy = max(0.0, used_s - self._used_s) / passed
+        self._used_s = used_s
+        self._metrics = {
+            "cpu_cores": busy,
+            "process_gib": largest / _GIB,
+            "host_cpu": psutil.cpu_percent() / 100,
+            "host_free_gib": free_host_bytes() / _GIB,
+            **({} if self._gpus is None else self._gpus.read()),
+        }
+        return self._metrics
+
+    def _tree(self) -> tuple[float, int]:
+        """(CPU seconds of all processes, including ended ones; resident bytes of the largest)."""
+        used_s, largest = 0.0, 0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error), process.oneshot():  # the process may have ended
+                times = process.cpu_times()
+                used_s += times.user + times.system + times.children_user + times.children_system
+                largest = max(largest, process.memory_info().rss)
+        return used_s, largest
+
+
+def gpu_memory(nvml: Any = None) -> int | None:
+    """Memory of the largest visible GPU in bytes. None: no GPU, or NVIDIA's library does not report it. nvml: as for
+    `Meter`.
+    """
+    totals = [memory.total for memory in _Gpus(nvml).memory()] if visible_gpus() else []
+    return int(max(totals)) if totals else None
+
+
+class _Gpus:
+    """The GPUs of this process in NVIDIA's library, which does not load CUDA."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml, self._handles = nvml, list[Any]()
+        try:
+            if nvml is None:
+                import pynvml  # late: an optional package
+
+                self._nvml = nvml = pynvml
+            nvml.nvmlInit()
+        except Exception:  # not installed, or no driver: no metrics of GPUs
+            return
+        for name in visible_gpus():
+            with contextlib.suppress(nvml.NVMLError):
+                by_number = name.isdecimal()
+                find = nvml.nvmlDeviceGetHandleByIndex if by_number else nvml.nvmlDeviceGetHandleByUUID
+                self._handles.append(find(int(name) if by_number else name))
+
+    def memory(self) -> list[Any]:
+        """Objects with `used` and `total` in bytes, for the GPUs that report them."""
+        memory = []
+        for handle in self._handles:
+            with contextlib.suppress(self._nvml.NVMLError):
+                memory.append(self._nvml.nvmlDeviceGetMemoryInfo(handle))
+        return memory
+
+    def read(self) -> dict[str, float]:
+        memory, busy = self.memory(), list[float]()
+        for handle in self._handles:
+            with contextlib.suppress(self._nvml.NVMLError):  # not available for a part of a GPU (MIG)
+                busy.append(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        metrics = {"num_gpus": float(len(self._handles))} if self._handles else {}
+        if memory:
+            used = sum(gpu.used for gpu in memory)
+            metrics |= {"gpu_gib": used / _GIB, "gpu_memory": used / sum(gpu.total for gpu in memory)}
+        return metrics | ({"gpu_busy": sum(busy) / len(busy)} if busy else {})

@@ -406,7 +406,6 @@ class _Request:
     env: dict[str, str]
     working_dir: str
     path: list[str]
-    """sys.path."""
     umask: int
     needs: list[str] | None
     """See `ForkedProcess`."""

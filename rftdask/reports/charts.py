@@ -85,12 +85,10 @@ def panels_of(chart: Chart, stages: Stages) -> list[Panel]:
     return panels
 
 
-def plot_metrics(metrics: pd.DataFrame | Stages) -> Figure:
-    """Draw all charts with data on one figure, three per row. metrics: of one run, or of its stages."""
-    import pandas as pd
+def plot_metrics(stages: Stages) -> Figure:
+    """Draw all charts with data on one figure, three per row."""
     from matplotlib.figure import Figure
 
-    stages: Stages = [("", metrics)] if isinstance(metrics, pd.DataFrame) else metrics
     drawn = [(chart, panels) for chart in CHARTS if (panels := panels_of(chart, stages))]
     num_rows = max(1, -(-len(drawn) // 3))
     figure = Figure(figsize=(12, 2.8 * num_rows), layout="constrained")

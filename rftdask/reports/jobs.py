@@ -19,8 +19,6 @@ DRIVER_ROLES = ("controller", "explore", "train")
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job of a run and its current state in the batch system."""
-
     role: str
     name: str
     job_id: str
@@ -31,8 +29,6 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class RunJobs:
-    """The jobs of a run and the reason why it is not running."""
-
     jobs: tuple[JobStatus, ...]
     why: str
     """Why the run is not running; empty while it is."""

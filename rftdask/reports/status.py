@@ -45,11 +45,8 @@ class StageStatus:
     reward: float | None = None
     accuracy: float | None = None
     eval_loss: float | None = None
-    """Newest loss on held-out rows."""
     auxiliary: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Calls, failures, tokens and cost by auxiliary model."""
     roles: dict[str, str] = field(default_factory=dict)
-    """Process that currently holds each role."""
     last_sign_s: float | None = None
     """Seconds since a role last wrote metrics."""
 
@@ -120,9 +117,7 @@ class RunLine:
     state: str
     """running, finished, failed, stopped, not begun, or killed (it recorded no end)."""
     why: str = ""
-    """Reason of a failure."""
     algorithms: tuple[str, ...] = ()
-    """Algorithm of each stage."""
     stage: str = ""
     """Current or last stage; empty for a run without stages."""
     step: int = 0
@@ -131,7 +126,6 @@ class RunLine:
     progress: float | None = None
     """Fraction of the run that is done, 0 to 1, counting all stages as equally long."""
     reward: float | None = None
-    """Newest reward."""
     first_accuracy: float | None = None
     accuracy: float | None = None
     accuracy_error: float = math.nan

@@ -26,7 +26,6 @@ from rftdask.storage.checked_json import parse_object
 DATASET = "dataset"
 """Role of the process that runs the task pipeline, before any other role begins."""
 ROLES = ("trainer", "explorer")
-"""Roles of a run or stage."""
 _LEASE = re.compile(r"lease-(trainer|explorer|explorer\..+)-[0-9]+\.json")
 _HEARTBEAT_S = 5.0
 _STALE_S = 30.0
@@ -51,7 +50,7 @@ def driver_role(config: Config) -> str:
     return f"driver.{config.command_name}"
 
 
-class Lease:
+class Lease(contextlib.AbstractContextManager["Lease"]):
     """A held lease, renewed by a heartbeat until `release`. Example: with Lease(storage, "trainer"): ..."""
 
     def __init__(
@@ -102,9 +101,6 @@ class Lease:
             if not self.lost:
                 with contextlib.suppress(StorageError):  # the run has ended, and the lease expires
                     self._storage.put(lease_path(self.role, self.number), self._content(released=True))
-
-    def __enter__(self) -> Lease:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.release()

@@ -40,9 +40,7 @@ RUN_FILE = "run.json"
 STOP_FILE = "control/STOP"
 END_FILE = "control/END.json"
 _BEGUN = "begun"
-"""Status in END_FILE while the run has not ended."""
 CONFIG_FILE = "control/config-{}.json"
-"""Path of a config, by its fingerprint."""
 _CONFIG_EDITION = 2
 """Edition of the meaning of config values, in `run.json`. In edition 1, without a number, plaintext meant raw, and
 supervised rows ignored `system_prompt_key` and `reply_prefix`."""

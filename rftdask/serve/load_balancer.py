@@ -22,11 +22,9 @@ from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 MAX_LOSSES = 3
 """Consecutive engines that a call may lose before it is refused, because the call itself may crash them."""
 MAX_UNSIZED = 64
-"""Concurrent calls for an engine of unknown memory size."""
 _TIMEOUT_S = 600.0
 """Longest silence of a busy engine before it counts as lost."""
 _NEWEST_SHARE = 0.1
-"""Weight of the newest call in the running mean of call times."""
 _MAX_RETRY_AFTER_S = 30
 
 log = logging.getLogger(__name__)

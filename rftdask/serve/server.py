@@ -70,7 +70,6 @@ TOKEN_VARIABLE = "RFTDASK_SERVE_TOKEN"
 """Environment variable that holds the access token. Unset: each start generates a new one."""
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _RETRY_AFTER_S = 1
-"""Default Retry-After where no estimate exists."""
 _POLL_INTERVAL_S = 0.2
 """Seconds between polls for complete groups, new weights, and engines that come and go."""
 _KEPT_ANSWERS = 4
@@ -83,8 +82,6 @@ _CLOSE_S = 5
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of `rftdask serve`."""
-
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free port."""
@@ -121,8 +118,6 @@ class ServeOptions:
 
 @dataclass
 class _Session:
-    """A session without a reward."""
-
     id: str
     task: str
     model: RecordingModel
@@ -144,7 +139,6 @@ class PolicyServer:
         self.weights = Published(0, "", "")
         """Oldest weights that an engine serves."""
         self.num_engines = 0
-        """Engines that take requests."""
         # Clients of an API expect an error, after which they shorten the conversation themselves.
         limits = served.limits.model_copy(update={"enable_prompt_truncation": False})
         self._config, self._served = config, dataclasses.replace(served, limits=limits)

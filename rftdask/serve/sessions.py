@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardedSession:
-    """A session with its reward."""
-
     id: str
     task: str
     """Sessions of the same task form a group; "": the session is its own group."""

@@ -73,7 +73,6 @@ class WorkerEngines(EnginePool):
         self._errors: list[RftError | OSError] = []
         """Errors of starts that failed since the last poll."""
         self._num_failures = 0
-        """Consecutive failed starts."""
         self._polled_s = -_WORKER_POLL_INTERVAL_S
         self._without_engine_since_s = time.monotonic()
 

@@ -26,7 +26,6 @@ from rftdask.studio.folder import HERE, Folder
 from rftdask.studio.form import Checked, Fields, check_form
 
 CONFIGS = "configs"
-"""Folder of the configurations, below the studio's folder."""
 _NAME = re.compile(r"[\w][\w.-]{0,80}")
 _MAX_STARTED = 30
 _TAIL_BYTES = 20_000
@@ -44,7 +43,6 @@ class Started:
     action: str
     """start, submit, dry-run, check, stop or continue."""
     target: str
-    """Name of the configuration or the run."""
     command: str
     at_s: float
     process: subprocess.Popen[bytes]

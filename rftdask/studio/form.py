@@ -56,9 +56,7 @@ class Key:
     path: str
     kind: Literal["text", "number", "bool", "choice", "yaml"]
     text: str
-    """Explanation of the key."""
     default: str
-    """Default value, as a text of the form."""
     choices: tuple[str, ...] = ()
     """All values of a choice; for other kinds suggested values."""
 

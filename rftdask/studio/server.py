@@ -19,6 +19,7 @@ import secrets
 import socket
 import webbrowser
 from collections.abc import Callable, Collection, Set
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -427,7 +428,7 @@ def _number(query: QueryParams, key: str, default: int) -> int:
     return numbers[0]
 
 
-class StudioServer:
+class StudioServer(AbstractContextManager["StudioServer"]):
     """Studio on its own port. Example: with StudioServer("runs") as server: print(server.address()); server.run()"""
 
     def __init__(self, url: str | Path, port: int = 0, *, read_only: bool = False, hosts: Collection[str] = ()) -> None:
@@ -467,9 +468,6 @@ class StudioServer:
     def stop(self) -> None:
         """End `run`. Can be called from any thread."""
         self._server.should_exit = True
-
-    def __enter__(self) -> StudioServer:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._socket.close()

@@ -51,7 +51,7 @@ def test_progress_and_notes_are_text(capsys: pytest.CaptureFixture[str], monkeyp
     out = io.StringIO()
     with PlainView(out) as plain:
         plain.note(f"{HOSTILE} {SECRET}")
-        plain.update(Progress(stage=HOSTILE, notes=(HOSTILE,)))
+        plain.update(Progress(stage=HOSTILE))
     assert_shown_safely(out.getvalue(), "\\x1b[2J", "[bold red]b[/]")
     terminal = TerminalView(safe_console())
     terminal.note(f"{HOSTILE} {SECRET}")

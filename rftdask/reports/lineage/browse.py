@@ -135,7 +135,6 @@ class Shown(NamedTuple):
     row: Mapping[str, Any]
     tokens: Sequence[Token]
     states: Sequence[Mapping[str, Any]]
-    """Lines of the table `states`."""
     siblings: Sequence[Mapping[str, Any]]
     """Rows of the group in the same shard, with `minus_mean`: reward minus group mean."""
     images: Sequence[str] = ()
@@ -153,7 +152,6 @@ class Browser:
         self._states = STATE_SCHEMA.empty_table() if evals else tables.table("states")
         self._spell = {stage.name: _read_spelling(stage) for stage in tables.stages}
         self.problems = tables.problems
-        """Files that could not be read."""
 
     def choices(self, *columns: str) -> list[str]:
         return sorted({str(value) for column in columns for value in self.rows[column].dropna().unique()})

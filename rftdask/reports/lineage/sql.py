@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 _CONFINED_MEMORY = "4GB"
 """Memory for the sorting and grouping of a confined statement, not counting the tables of the run."""
 _CONFINED_THREADS = 4
-"""Most threads of a confined statement."""
 
 OVERVIEW = """
 select experiences.stage, explore_step as explored, max(max_policy_version) as version, count(*) as rows,

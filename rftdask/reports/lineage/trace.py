@@ -70,7 +70,6 @@ class Copy:
     state: str
     reason: str
     experience: Mapping[str, Any]
-    """The row in its shard."""
     weights: str
     """Comparison of the recorded weights hash with the stored weights."""
     uses: tuple[Use, ...] = ()
@@ -89,7 +88,6 @@ class Trace:
     siblings: tuple[Mapping[str, Any], ...]
     """Rows of the group in the shard of the first copy, including the experience, each with its "fate"."""
     problems: tuple[str, ...] = ()
-    """Files that could not be read."""
     accepted: tuple[str, ...] = ()
     """Changes of rewards, workflows, tasksets and models that a user accepted during the run."""
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NUM_TASKS = 50
-"""Tasks per page of samples."""
 _MAX_PAUSE_S = 120.0
 """A worker was absent during a pause longer than this and than three of its usual pauses between rows."""
 
@@ -122,7 +121,7 @@ class Worker:
     """Unix seconds of the newest measurement."""
     num_gpus: int
     used: Mapping[str, float]
-    """Metrics of `processes.usage` by name."""
+    """Metrics of `processes.gpus.Meter` by name."""
 
 
 def workers_of(stages: Sequence[StageReader]) -> list[Worker]:

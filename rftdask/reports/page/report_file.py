@@ -31,7 +31,6 @@ from rftdask.storage import open_storage
 _MAX_ROLLOUTS = 5000
 """Number of rollouts in the distributions of rewards and lengths."""
 _MAX_ANSWERS = 2000
-"""Number of evaluation answers."""
 _STATIC = Path(__file__).parent / "static"
 _SCRIPTS = ("uPlot.iife.min.js", "studio.js")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src {}; form-action 'none'; base-uri 'none'"
@@ -43,7 +42,6 @@ _SECTIONS = {
     "cluster": "Cluster",
     "about": "About",
 }
-"""Page -> its title in the file."""
 
 
 def report_run(url: str | Path) -> str:

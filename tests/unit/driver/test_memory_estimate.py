@@ -58,7 +58,7 @@ from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
 from tests.integration.run_cases import call_cli
-from tests.unit.processes.test_usage import fake_nvml
+from tests.unit.processes.test_gpus_usage import fake_nvml
 
 MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3}

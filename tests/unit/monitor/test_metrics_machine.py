@@ -3,7 +3,7 @@
 from typing import Any
 
 from rftdask.monitor.metrics import MACHINE, MachineLog, read_metrics
-from rftdask.processes.usage import METER
+from rftdask.processes.gpus import METER
 from rftdask.storage.memory import MemoryStorage
 
 WORKERS: dict[str, Any] = {

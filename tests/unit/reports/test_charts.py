@@ -52,10 +52,10 @@ def test_missing_values_leave_no_point():
 
 
 def test_a_plot_has_one_part_per_measured_metric():
-    parts = plot_metrics(STAGES[1][1]).subfigs
+    parts = plot_metrics(STAGES[1:2]).subfigs
     titles = [part.get_suptitle() for part in parts if part.axes]
     assert titles == ["Reward (reward units)", "Accuracy (fraction, 0 to 1)", "Loss (nats)"]
-    assert plot_metrics(rows_to_frame([])).axes == []
+    assert plot_metrics([("", rows_to_frame([]))]).axes == []
 
 
 def test_every_chart_is_explained():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rftdask.processes.usage import Meter, gpu_memory
+from rftdask.processes.gpus import Meter, gpu_memory
 
 GIB = 2**30
 
