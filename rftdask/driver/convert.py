@@ -50,12 +50,8 @@ class Converted:
 def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora: bool = True) -> Converted:
     """Write the policy of a checkpoint with its tokenizer and generation config, in the data type of the model's files.
 
-    Args:
-        source: folder or URL of a run, or of one of its checkpoints (.../global_step_40).
-        out: output folder; it must be empty or must not exist.
-        step: checkpoint step. None: the newest; in a run with stages, of the last stage that has a checkpoint.
-        merge_lora: False writes only the adapters, in PEFT's layout.
-
+    Args: source: folder or URL of a run, or of one of its checkpoints (.../global_step_40). out: empty or new folder.
+    step: None: the newest, of the last stage with any. merge_lora: False writes only the adapters, in PEFT's layout.
     Raises: UserError: `out` is in use, or the checkpoint does not exist. DataError, StorageError: it cannot be read.
     """
     target = Path(out)
@@ -105,10 +101,7 @@ def _find(source: str, step: int | None) -> tuple[Storage, Config, int]:
 
 
 def _model_of(storage: Storage, config: Config) -> str:
-    """Return folder or name of a model that the weights of a checkpoint fit.
-
-    A model folder inside the run is preferred, because the path in its config may be relative or no longer exist.
-    """
+    """Find a model that fits the weights of a checkpoint, first inside the run: paths of its config may be outdated."""
     models = [f"{checkpoint_folder(step)}/{HF_FOLDER}" for step in reversed(checkpoint_steps(storage))]
     model = next((model for model in models if storage.exists(f"{model}/config.json")), None)
     # Adapters need their base model; models inside the run have them merged.

@@ -84,10 +84,7 @@ _SHOWN = ("loss", "reward", "staleness", "tokens_per_s")
 
 
 class Experiment:
-    """One run: its config, its execution and its results.
-
-    Example: Experiment(model={"model_path": "model"}, buffer={...}, mode="both").run()
-    """
+    """One run: its config, its execution and its results."""
 
     def __init__(self, config: Config | None = None, **sections: Any) -> None:
         """Take a checked config, or its sections as keywords. Raises: ConfigError: lists every mistake."""
@@ -138,10 +135,7 @@ class Experiment:
         return experiment
 
     def prepare(self) -> None:
-        """Start the fork servers of `run` in the background, so that other preparations overlap with their imports.
-
-        `run` also calls it. Raises: UserError: unknown cluster type.
-        """
+        """Start the fork servers of `run` early, since their imports take long. Raises: UserError: unknown cluster."""
         section = self.config.cluster
         if self.config.mode == "serve":
             raise UserError("mode serve never ends; use `rftdask run` or `rftdask serve` instead of Experiment")
@@ -341,10 +335,7 @@ class Experiment:
         return self._progress
 
     def metrics(self, role: str | None = None) -> pd.DataFrame:
-        """Return all metrics so far, with a row per role (trainer, explorer, eval, machine) and step.
-
-        A run with stages has a column `stage`.
-        """
+        """Return all metrics so far, a row per role and step (and stage). role: trainer, explorer, eval or machine."""
         import pandas as pd
 
         frames = []

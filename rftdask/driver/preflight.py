@@ -144,10 +144,7 @@ def _check_adapter(stages: list[Config]) -> None:
 
 
 def _check_auxiliary(stages: list[Config], problems: list[str]) -> None:
-    """Check the folders of auxiliary models that explorers or separate workers load.
-
-    `_check_algorithm` checks the teachers that ranks load.
-    """
+    """Check the folders of models that explorers or separate workers load; `_check_algorithm` checks those of ranks."""
     for stage in stages:
         loaded = (*stage.models_beside, *stage.models_apart)
         for path, model in stage.explorer.engines()[1:]:

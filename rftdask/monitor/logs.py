@@ -31,9 +31,8 @@ def setup_logging(role: str, level: str | int = "INFO", folder: str | Path | Non
     `MAX_FILE_BYTES`, with `NUM_BACKUPS` backups. Two processes must not share a role name, because a file is rotated
     by one process only.
 
-    Args: folder: local path, see `LogFolder`. None: stderr only.
-    Returns: path of the file, or None without a folder.
-    Raises: ValueError: unknown level.
+    Args: folder: local path, see `LogFolder`. None: stderr only. Returns: path of the file. Raises: ValueError: unknown
+    level.
     """
     logger = logging.getLogger("rftdask")
     # Only our handlers: pytest, notebooks and users add theirs to the same logger.

@@ -46,10 +46,7 @@ rows; several explorers; several drivers."""
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """Metrics of one role at one step.
-
-    Example: MetricsRow("eval", 40, 1760000000.0, {"taskset": "gsm8k"}, {"accuracy": 0.61})
-    """
+    """Metrics of one role at one step."""
 
     role: str
     """"trainer", "explorer", "eval", or MACHINE."""

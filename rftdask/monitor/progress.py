@@ -116,10 +116,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressView(AbstractContextManager["ProgressView"]):
-    """Shows the newest `Progress`; the base class shows nothing (kind "none").
-
-    Example: with ProgressView.create() as view: view.update(progress); view.note("worker 7 lost")
-    """
+    """Shows the newest `Progress`; the base class shows nothing (kind "none")."""
 
     min_interval_s: float = 0.1
 

@@ -138,10 +138,7 @@ class Child:
             raise self._death() from error
 
     def receive(self, timeout_s: float) -> Any:
-        """Receive the child's next message.
-
-        Raises: WaitTimeout: no message came; ProcessLostError: it ended; the child's own error.
-        """
+        """Receive a message. Raises: WaitTimeout: none came; ProcessLostError: the child ended; errors of the child."""
         try:
             message = self._messages.get(timeout=timeout_s)
         except queue.Empty:

@@ -172,10 +172,7 @@ def _folder() -> Path:
 
 
 def _claim(names: Sequence[str], number: int, role: str) -> list[str]:
-    """Claim the first `number` GPUs that no running process of this user and role has claimed.
-
-    Raises: UserError: too few are free.
-    """
+    """Claim `number` GPUs that no process of this user and role has claimed. Raises: UserError: too few are free."""
     folder = _folder()
     deadline = time.monotonic() + _FREE_S
     while True:

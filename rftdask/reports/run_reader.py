@@ -47,10 +47,7 @@ class Accuracy(NamedTuple):
 
 @dataclass(frozen=True)
 class StageReader:
-    """One stage of a run and its folder. Each part is read on first access and then kept.
-
-    Example: open_stages("runs/demo/countdown")[-1].values("trainer", "reward")
-    """
+    """One stage of a run and its folder. Each part is read on first access and then kept."""
 
     config: Config
     storage: Storage

@@ -92,10 +92,8 @@ class InputFingerprints:
     ) -> InputFingerprints:
         """Compute the fingerprints of a stage.
 
-        Args:
-            modules: names of the imported modules with workflows and rewards of its tasks.
-            tasksets: fingerprints of its tasksets.
-            is_first: False: an earlier stage makes the model of the stage.
+        Args: modules: names of the imported modules with its workflows and rewards. is_first: False: an earlier stage
+        makes its model.
         """
         files = find_sources(stage, modules)
         hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
@@ -135,10 +133,7 @@ def copy_sources(storage: Storage, inputs: InputFingerprints) -> None:
 def check_inputs_unchanged(
     stages: Sequence[Config], checked: Sequence[Inputs], *, accept: bool = False
 ) -> list[InputFingerprints]:
-    """Compute the fingerprints of all stages and compare them with those of earlier starts.
-
-    Raises: DataError: inputs changed, and `accept` is False; names all changes.
-    """
+    """Compute the fingerprints of all stages. Raises: DataError: lists inputs that changed since earlier starts."""
     fingerprints = []
     for number, (stage, inputs) in enumerate(zip(stages, checked, strict=True)):
         fingerprints.append(InputFingerprints.of(stage, inputs.modules, inputs.fingerprints, is_first=number == 0))

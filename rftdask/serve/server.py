@@ -420,10 +420,7 @@ def serve_policy(
     """Serve the policy of a run until SIGINT or SIGTERM, recording into its experience log. At the end the log is
     sealed at its last complete step, so that a trainer that has consumed all of it ends.
 
-    Args:
-        config: config of the run, in any mode.
-        say: prints a line for the user.
-        storage: the run folder, if it is not where the config has it.
+    Args: config: in any mode. storage: the run folder, if it is not where the config has it.
     Raises: UserError: the run cannot be served; FencedError: another process explores for the run; RoleError: a local
         engine died, or no worker can start one; WaitTimeout.
     """

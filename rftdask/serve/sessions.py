@@ -98,10 +98,7 @@ class SessionStore:
         return None
 
     def put(self, rewarded: RewardedSession) -> None:
-        """Store a session; durable when this returns.
-
-        Raises: StorageError; ValueError, OverflowError: it was stored before, or its rows cannot enter the log.
-        """
+        """Store a session durably. Raises: StorageError; ValueError, OverflowError: already stored, or invalid rows."""
         experiences_to_table(rewarded.rows)
         # float32 values are written as float64 and read back unchanged.
         rows = msgspec.to_builtins(rewarded.rows, enc_hook=lambda numpy_value: numpy_value.tolist())

@@ -49,10 +49,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def on_workers(config: Config, storage: Storage) -> Iterator[Callable[[Storage, LoadBalancer], WorkerEngines]]:
-    """Start the configured cluster and yield a factory of WorkerEngines.
-
-    Raises: UserError: it cannot start; WaitTimeout.
-    """
+    """Start the cluster and yield a factory of WorkerEngines. Raises: UserError: it cannot start; WaitTimeout."""
     layout = plan_cluster(config, [config])
     run = EngineRequest(storage.url, record_config(storage, config), layout.threads_of(EXPLORER_RESOURCE), None)
     with start_cluster(config, layout, storage) as cluster:
@@ -61,10 +58,7 @@ def on_workers(config: Config, storage: Storage) -> Iterator[Callable[[Storage, 
 
 
 class WorkerEngines(EnginePool):
-    """One engine on each Dask worker that holds the explorer resource, as workers come and go.
-
-    run: the settings with which a worker starts its engine.
-    """
+    """One engine on each Dask worker with the explorer resource. run: settings with which workers start them."""
 
     def __init__(self, cluster: Cluster, run: EngineRequest, storage: Storage, queue: LoadBalancer) -> None:
         super().__init__(storage, queue)
@@ -98,10 +92,7 @@ class WorkerEngines(EnginePool):
         self._engines.look({address for address, info in workers.items() if info["resources"].get(EXPLORER_RESOURCE)})
 
     async def _start(self, address: str) -> RemoteEngine:
-        """Start an engine on a worker, load the newest weights, and add it to `queue`.
-
-        Raises: RftError; OSError: the worker cannot be reached.
-        """
+        """Start an engine with the newest weights, and add it to `queue`. Raises: RftError; OSError: no connection."""
         client, operation = self._cluster.client, {"op": OPERATION, "run": astuple(self._run)}
         try:
             try:

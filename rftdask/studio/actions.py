@@ -95,13 +95,7 @@ class Actions:
         return _path(name)
 
     def start(self, action: str, target: str) -> Started:
-        """Start a command.
-
-        Args:
-            action: `start`, `submit`, `dry-run` or `check` a configuration; `stop` or `continue` a run.
-            target: name of the configuration or the run.
-        Raises: DataError: no such configuration or run; UserError: unknown action, or it is already running.
-        """
+        """Start an action's command; see `Started`. Raises: DataError: no such target; UserError: it is invalid."""
         with self._lock:
             if any((s.action, s.target, s.state) == (action, target, "running") for s in self._started):
                 raise UserError(f"{action} of {target} is already running")

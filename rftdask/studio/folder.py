@@ -46,10 +46,7 @@ _Key: TypeAlias = tuple[Hashable, ...]
 
 
 class Folder:
-    """Example: folder = Folder("runs"); [line.state for line in folder.lines()]; folder.stages("project/name")
-
-    Methods that take the name of a run raise DataError if the folder has no such run.
-    """
+    """Runs below a URL. Methods that take the name of a run raise DataError if the folder has no such run."""
 
     def __init__(self, url: str | Path) -> None:
         """Raises: StorageError: no storage supports the URL."""

@@ -92,10 +92,7 @@ class RunTables:
     def read_shards(
         self, stage: StageReader, folder: str = EXPERIENCES, only: Container[str] | None = None
     ) -> Iterator[tuple[ShardName, pa.Table]]:
-        """Yield every readable shard of one log with its rows, in order; columns as in `EXPERIENCE_SCHEMA`.
-
-        Args: only: names of the shards to read. None: all.
-        """
+        """Yield the readable shards of a log with rows as in `EXPERIENCE_SCHEMA`, in order. only: names to read."""
         log = open_log(stage.storage, stage.config, folder)
         for name in log.shards(0):
             if only is not None and name.text not in only:

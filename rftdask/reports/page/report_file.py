@@ -45,10 +45,7 @@ _SECTIONS = {
 
 
 def report_run(url: str | Path) -> str:
-    """Write the report of the run at `url` from its files, and return the URL of the page.
-
-    Raises: DataError: not a run folder; DamagedError: its experiences cannot be counted; StorageError.
-    """
+    """Write the report of a run and return its URL. Raises: DataError: not a run; DamagedError; StorageError."""
     stages = open_stages(url)
     line = read_line("", str(url), stages)
     config = read_run_config(open_storage(url))
