@@ -172,7 +172,6 @@ def _noted(problems: list[str], unchecked: list[str] | None = None) -> Iterator[
 
 
 def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None, *, tried: bool) -> Inputs:
-    """Check that all datasets can be read, and that their workflows and rewards exist and work."""
     inputs = Inputs()
     sizes = inputs.sizes
     source, folders = stage.buffer.explorer_input, stage.explorer.plugin_dirs

@@ -201,7 +201,6 @@ class ForkedProcess:
         self._zygote.close()
 
     def kill(self) -> None:
-        """Send SIGKILL if the process still runs."""
         with contextlib.suppress(OSError):
             self._zygote.send(b"k")
 

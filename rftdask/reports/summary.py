@@ -236,7 +236,6 @@ def summarize(
 
 
 def _changes(name: str, stage: StageReader) -> list[Change]:
-    """Compare the first and the last steps of a stage with at least two steps."""
     changes = []
     for metric in _COMPARED:
         values = stage.values("trainer", metric) or stage.values("explorer", metric)

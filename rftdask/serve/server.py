@@ -98,7 +98,6 @@ class ServeOptions:
 
     @classmethod
     def of(cls, config: Config) -> ServeOptions:
-        """Options from `explorer.listen_address` and `explorer.proxy_port`."""
         return cls(config.explorer.listen_address, config.explorer.proxy_port)
 
     @property

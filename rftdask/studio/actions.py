@@ -22,7 +22,7 @@ from typing import Any
 from rftdask.cluster.jobs import read_jobs
 from rftdask.errors import DataError, NotFoundError, UserError
 from rftdask.storage import open_storage
-from rftdask.studio.folder import HERE, Folder
+from rftdask.studio.folder import Folder
 from rftdask.studio.form import Checked, Fields, check_form
 
 CONFIGS = "configs"
@@ -166,11 +166,6 @@ def fields_of(request: Mapping[str, Any]) -> Fields:
     if not isinstance(texts, dict) or not isinstance(rest, str) or not all(isinstance(v, str) for v in texts.values()):
         raise UserError("a form has `fields` (texts by key) and `rest` (a text)")
     return Fields({str(key): value for key, value in texts.items()}, rest)
-
-
-def can_act(folder: Folder) -> bool:
-    """Return True if the folder holds runs. A folder that is itself a run is shown read-only."""
-    return folder.runs() != [HERE]
 
 
 def _path(name: str) -> str:

@@ -78,7 +78,6 @@ class Folder:
         return self._of_run("stages", name, read)
 
     def config(self, name: str) -> Config:
-        """Config with which a run began, including its stages."""
         return self._of_run("config", name, lambda url: read_run_config(open_storage(url)))
 
     def fingerprints(self, name: str) -> Mapping[str, Any]:
@@ -144,7 +143,6 @@ class Folder:
         return sorted(lines, key=lambda line: (not line.is_alive, -line.began_s, line.name))
 
     def status(self, name: str) -> list[StageStatus]:
-        """Status of each stage, as shown by `rftdask status`."""
         return self._of_run("status", name, read_status)
 
     def jobs(self, name: str) -> RunJobs:

@@ -49,7 +49,7 @@ from rftdask.run.run_folder import read_run
 from rftdask.storage import open_storage
 from rftdask.storage.base import numbers_in
 from rftdask.storage.checked_json import parse_object
-from rftdask.studio.actions import Actions, can_act, fields_of
+from rftdask.studio.actions import Actions, fields_of
 from rftdask.studio.folder import HERE, Folder
 from rftdask.studio.form import FIRST, ROOT, Fields, form_keys
 
@@ -129,7 +129,8 @@ class Studio:
 
     def __init__(self, folder: Folder, *, read_only: bool = False) -> None:
         self.folder = folder
-        self.actions = None if read_only or not can_act(folder) else Actions(folder)
+        # A folder that is itself a run is shown read-only.
+        self.actions = None if read_only or folder.runs() == [HERE] else Actions(folder)
         self._action_token = secrets.token_urlsafe(24)
         """Proves that a request for an action comes from a page of this studio."""
 
@@ -404,8 +405,7 @@ class Studio:
         if data is None:
             return JSONResponse({"error": f"the request must be JSON of at most {_MAX_REQUEST_BYTES:,} bytes"}, 400)
         try:
-            body = parse_object(data)
-            return JSONResponse(await run_in_threadpool(self._do, actions, body))
+            return JSONResponse(await run_in_threadpool(self._do, actions, parse_object(data)))
         except (RftError, ValueError) as error:
             return JSONResponse({"error": str(error)}, 400)
 

@@ -78,14 +78,10 @@ class Filter:
         """Parse a query string; unknown keys are ignored. Raises: DataError: an invalid number or order."""
         wanted = cls(**{name: query[name].strip() for name in asdict(cls()) if name in query})
         for name in {"explore_step", "step", "min_reward", "max_reward"}.intersection(wanted.query):
-            value = wanted.query[name]
-            try:
-                # Checked here, because comparing a column with a text would raise an error about the table.
-                is_number = math.isfinite(float(value))
-            except ValueError:
-                is_number = False
-            if not is_number:
-                raise DataError(f"{name} must be a number, not {value!r}")
+            with contextlib.suppress(ValueError):
+                if math.isfinite(float(wanted.query[name])):
+                    continue
+            raise DataError(f"{name} must be a number, not {wanted.query[name]!r}")
         if wanted.sort not in SORTS:
             raise DataError(f"sort must be one of {', '.join(filter(None, SORTS))}, not {wanted.sort!r}")
         return wanted

@@ -100,14 +100,14 @@ class RunTables:
             table = self._try(partial(log.read, name))
             if table is None:
                 continue
-            slots = None  # the number of tasks per unit of an evaluation is not recorded
+            slots: Any = [None] * len(table)  # evaluations do not record the tasks per unit
             if folder == EXPERIENCES:
-                slots = pa.array(group_slots(table, name, stage.config.tasks_per_unit), "int32")
+                slots = group_slots(table, name, stage.config.tasks_per_unit)
             place = {
                 "stage": pa.repeat(stage.name, len(table)),
                 "shard": pa.repeat(name.text, len(table)),
                 "row": pa.array(range(len(table)), "int32"),
-                "slot": pa.nulls(len(table), "int32") if slots is None else slots,
+                "slot": pa.array(slots, "int32"),
             }
             yield name, pa.table(place | dict(zip(table.column_names, table.columns, strict=True)))
 

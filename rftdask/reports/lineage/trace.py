@@ -253,7 +253,6 @@ def _use(tables: RunTables, stage: StageReader, ledger: pa.Table, state: Mapping
 
 
 def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
-    """Return (label, text) pairs that describe a copy; empty texts are not shown."""
     row = copy.experience
     num_sampled = sum(end - start for start, end in sampled_spans(row))
     num_added = len(row["rollout_logprobs"]) - num_sampled

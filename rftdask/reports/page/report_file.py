@@ -93,7 +93,7 @@ def render_report(url: str, summary: RunSummary) -> str:
         "line": line,
         "is_report": True,
         "layout": "parts/bare.html.j2",
-        "link": _anchor,
+        "link": lambda path, *_, **__: f"#{path}" if path in _SECTIONS else "#top",  # links become anchors
     }
     pages = {title: render(f"{page}.html.j2", **values[page], **common) for page, title in _SECTIONS.items()}
     scripts = [(_STATIC / name).read_text() for name in _SCRIPTS]
@@ -114,8 +114,3 @@ def render_report(url: str, summary: RunSummary) -> str:
         num_read=len(rollouts),
         num_rollouts=num_rollouts,
     )
-
-
-def _anchor(path: str, /, *_: Any, **__: Any) -> str:
-    """Replaces `rendering.link`: inside the file, links become anchors."""
-    return f"#{path}" if path in _SECTIONS else "#top"
