@@ -113,15 +113,11 @@ class Child:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         with self._log_file.open("ab") as log:
             self._process = _start_process(target, threads, log, env or {}, may_fork=may_fork, needs=needs)
+        self.pid = self._process.pid
         self._messages: queue.Queue[Any] = queue.Queue()
         # A thread, so that a busy parent never blocks its child.
         threading.Thread(target=self._pump, name=f"{name}-reader", daemon=True).start()
         self.send(dict(spec))
-
-    @property
-    def pid(self) -> int:
-        """Process id, also after the end of the process."""
-        return self._process.pid
 
     def alive(self) -> bool:
         """True if the process has not ended; it may hang."""

@@ -301,9 +301,12 @@ def _samples(stages: Sequence[StageReader]) -> tuple[SampleAnswer, ...]:
                 for name in (shards[0], shards[-1])
             )
             pairs = [(before[task], after[task]) for task in list(before)[:NUM_SAMPLES] if task in after]
-            names = ("prompt_text", "truth", "response_text", "reward")
             return tuple(
-                SampleAnswer(*(old[n] for n in names), new["response_text"], new["reward"]) for old, new in pairs
+                SampleAnswer(
+                    *(old["prompt_text"], old["truth"], old["response_text"], old["reward"]),
+                    *(new["response_text"], new["reward"]),
+                )
+                for old, new in pairs
             )
     return ()
 

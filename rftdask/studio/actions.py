@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,6 @@ class Actions:
     def __init__(self, folder: Folder) -> None:
         self._folder, self._storage = folder, open_storage(folder.url)
         self._lock, self._started = threading.Lock(), list[Started]()
-        self._logs: Path | None = None
 
     def configs(self) -> list[str]:
         with contextlib.suppress(NotFoundError):
@@ -153,11 +153,10 @@ class Actions:
             local.write_bytes(data)
         return str(local)
 
-    @property
+    @cached_property
     def _log_folder(self) -> Path:
         # mkdtemp creates it with mode 0700. It is not deleted, because started runs still write to it.
-        self._logs = self._logs or Path(tempfile.mkdtemp(prefix="rftdask-studio-"))
-        return self._logs
+        return Path(tempfile.mkdtemp(prefix="rftdask-studio-"))
 
 
 def fields_of(request: Mapping[str, Any]) -> Fields:

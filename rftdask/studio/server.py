@@ -293,7 +293,7 @@ class Studio:
         menus = {key: browser.choices(key) for key in ("stage", "status")}
         menus["state"] = browser.choices("state", "reason")
         rows = browser.page(wanted, _number(query, "page", 1))
-        values = {"browser": browser, "wanted": wanted, "found": rows, "menus": menus, "sorts": SORTS}
+        values: dict[str, Any] = {"browser": browser, "wanted": wanted, "found": rows, "menus": menus, "sorts": SORTS}
         return self._run_page(name, "experiences", **values)
 
     def experience(self, request: Request) -> Response:

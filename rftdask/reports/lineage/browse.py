@@ -267,7 +267,8 @@ def sample_answers(tables: RunTables, *, evals: bool = False, max_rows: int) -> 
 
 def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Return a dict per row; missing values are None."""
-    return rows.astype(object).where(rows.notna(), None).to_dict("records")  # type: ignore[return-value]
+    values: list[dict[str, Any]] = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    return values
 
 
 def _read_spelling(stage: StageReader) -> Callable[[int], str]:
