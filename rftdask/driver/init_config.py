@@ -17,7 +17,6 @@ from typing import Any
 from rftdask.cluster.job_shapes import Capacity, hours
 from rftdask.config import Config, load_config
 from rftdask.config.base import Section
-from rftdask.data.datasets import SUFFIXES, open_dataset
 from rftdask.errors import DataError, UserError
 
 SCHEMA_FILE = "rftdask.schema.json"
@@ -231,6 +230,8 @@ cluster:
 
 def _columns(tasks: str) -> tuple[str, str, int]:
     """Return the columns of question and answer, and the number of rows."""
+    from rftdask.data.datasets import SUFFIXES, open_dataset  # late: loads pyarrow
+
     if not (tasks.endswith(SUFFIXES) and Path(tasks).is_file()):
         return "question", "answer", 32  # `rftdask validate --data` checks these columns
     dataset = open_dataset(tasks)
