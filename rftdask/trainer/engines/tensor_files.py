@@ -1,9 +1,8 @@
 """Tensor files: tensors, whole or sharded over ranks, as safetensors.
 
-`stage_tensors` gathers whole tensors into one file in host memory. `save_tensors` and `SavedTensors` save and load
-shards by `torch.distributed.checkpoint`: PyTorch plans which rank writes and reads which parts; here its planners get
-bytes by file name instead of a file system. Files in blocks are read once, by all ranks together, which exchange what
-they need. The module knows neither models nor storage.
+`stage_tensors` gathers whole tensors into one file in host memory; `save_tensors` and `SavedTensors` save and load
+shards. Files in blocks are read once, by all ranks together, which exchange what they need. The module knows neither
+models nor storage.
 
 The format is that of PyTorch's HuggingFaceStorageWriter, so HuggingFaceStorageReader also reads it: one file per
 writing rank, whose head holds the offset of each part in the whole tensor as JSON; a file without offsets holds whole
@@ -17,24 +16,17 @@ import json
 import math
 import mmap
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import accumulate, chain, starmap, zip_longest
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
-from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rftdask.errors import RftError, RoleError
 from rftdask.processes.ranks import Ranks
@@ -42,7 +34,7 @@ from rftdask.storage.base import Data
 from rftdask.synchronizer.manifest import PIECE_BYTES
 from rftdask.synchronizer.tensor_heads import read_head
 from rftdask.trainer.checkpoint import CheckpointFiles
-from rftdask.trainer.engines.strategies.base import full
+from rftdask.trainer.engines.strategies.base import full, local
 
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys of PyTorch in the head of a file: JSON {name: {"saved_offsets": [first row, first column, ...]}}."""
@@ -77,19 +69,17 @@ def stage_tensors(
         name: (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape)
         for name, tensor in tensors.items()
     }
-    on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
     owners = _owners(kinds, ranks.size if shared else 1)
+    # Converted before the transfer, which halves the bytes; in host memory the copy converts. `full` is a collective
+    # call if the tensor is sharded, so all ranks make it.
+    whole = (
+        (name, full(value if type(value) is Tensor and value.device.type == "cpu" else value.to(kinds[name][0])))
+        for name, value in tensors.items()
+    )
+    on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
     own_kinds = {name: kind for name, kind in kinds.items() if owners[name] == ranks.rank}
     # transformers requires the format "pt".
-    file, views = _lay_out(own_kinds, {"format": "pt"}, pinned=on_gpu, spare=spare)
-    for name, tensor in tensors.items():
-        # Converted before the transfer, which halves the bytes; in host memory the copy converts.
-        narrow = tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else tensor.to(kinds[name][0])
-        whole = full(narrow)  # a collective call if the tensor is sharded
-        if name in views:
-            views[name].copy_(whole, non_blocking=True)
-    if on_gpu:
-        torch.cuda.synchronize()
+    file = _make_file(own_kinds, {"format": "pt"}, whole, pinned=on_gpu, spare=spare)
     return file if own_kinds else memoryview(b"")
 
 
@@ -107,14 +97,15 @@ def _owners(kinds: _Kinds, size: int) -> dict[str, int]:
     return owners
 
 
-def _lay_out(
-    kinds: _Kinds, metadata: Mapping[str, str], *, pinned: bool = False, spare: Data = b""
-) -> tuple[memoryview, dict[str, Tensor]]:
-    """Allocate a safetensors file in host memory, write its head, and return it with views of its tensors to fill.
+def _make_file(
+    kinds: _Kinds, metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]], *, pinned: bool, spare: Data
+) -> memoryview:
+    """Create a safetensors file in host memory; with a single dtype, in the layout of safetensors' own writer.
 
-    With a single dtype, the layout is that of safetensors' own writer.
-
-    Args: spare: memory that is reused if it has the right size.
+    Args:
+        tensors: those of other names than in `kinds` are ignored.
+        pinned: True if a tensor is on a GPU.
+        spare: memory that is reused if it has the right size.
     """
     begins, end, head = dict[str, int](), 0, dict[str, Any](__metadata__=dict(metadata))
     # The widest dtype first, so that each tensor is aligned to its element size.
@@ -137,11 +128,22 @@ def _lay_out(
         memory = torch.frombuffer(pages, dtype=torch.uint8)
     file = memory.numpy().data
     file[:start] = len(text).to_bytes(8, "little") + text
-    views = {}
-    for name, (dtype, shape) in kinds.items():
-        begin = start + begins[name]
-        views[name] = memory[begin : begin + dtype.itemsize * math.prod(shape)].view(dtype).view([*shape])
-    return file, views
+    for name, tensor in tensors:
+        if name in kinds:
+            (dtype, shape), begin = kinds[name], start + begins[name]
+            view = memory[begin : begin + dtype.itemsize * math.prod(shape)].view(dtype).view([*shape])
+            view.copy_(tensor, non_blocking=True)
+    if pinned:
+        torch.cuda.synchronize()
+    return file
+
+
+def _part_of(tensor: Tensor) -> tuple[list[int], Tensor]:
+    """Return the offset of this rank's part in the whole tensor, and the part, sharing memory."""
+    offset = [0] * tensor.dim()
+    if isinstance(tensor, DTensor):
+        offset = [*compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]]
+    return offset, local(tensor).detach()
 
 
 def save_tensors(
@@ -156,15 +158,22 @@ def save_tensors(
         spare: files of an earlier call, whose memory is reused if the size fits.
     """
     file = f"{name.removesuffix(_ENDING)}-{ranks.rank}{_ENDING}" if ranks.rank else name
-    writer = _Writer(file, (spare or {}).get(file, b""))
-    planner = DefaultSavePlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=spread
-    )
-    # Sorted: the assignment to ranks depends on the order.
-    state = dict(sorted(tensors.items()))
-    with _translate_errors(f"{name} cannot be saved"):
-        save_checkpoint(state, storage_writer=writer, planner=planner, process_group=ranks.group)
-    return writer.files
+    parts = {key: _part_of(tensor) for key, tensor in tensors.items()}
+    kinds: _Kinds = {key: (part.dtype, part.shape) for key, (_, part) in parts.items()}
+    if spread:
+        lower = ranks.all_gather([[key, *offset] for key, (offset, _) in parts.items()])[: ranks.rank]
+        written = {tuple(part) for rank_parts in lower for part in rank_parts}
+        kinds = {key: kind for key, kind in kinds.items() if (key, *parts[key][0]) not in written}
+    else:
+        owners = _owners(kinds, ranks.size)
+        kinds = {key: kind for key, kind in kinds.items() if owners[key] == ranks.rank}
+    if not kinds:
+        return {}
+    offsets = json.dumps({key: {_OFFSETS: parts[key][0]} for key in kinds}, sort_keys=True)
+    own_parts = [(key, parts[key][1]) for key in kinds]
+    pinned = any(part.device.type == "cuda" for _, part in own_parts)
+    memory = (spare or {}).get(file, b"")
+    return {file: _make_file(kinds, {_SHARDING: offsets}, own_parts, pinned=pinned, spare=memory)}
 
 
 _Range: TypeAlias = tuple[str, int, int]
@@ -172,31 +181,13 @@ _Range: TypeAlias = tuple[str, int, int]
 _Head: TypeAlias = tuple[str, bool, list[tuple[str, str, list[int], list[int], int]]]
 """A file, True if its head has offsets, and for each tensor: name, dtype, offsets, sizes, first byte in the file. JSON
 types."""
+_Part: TypeAlias = tuple[str, torch.dtype, list[int], list[int], int]
+"""Saved part of a tensor: file, dtype, offset in the whole tensor, sizes, first byte in the file."""
 _Block: TypeAlias = tuple[str, int]
 """A file and the number of a block in it."""
 
 
-class _NoPath:
-    """Methods of PyTorch's storage interface that only concern storages with a path."""
-
-    def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing."""
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        """Return this rank's plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Return the plans of all ranks unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Return False: PyTorch cannot select this storage by a path."""
-        return False
-
-
-class SavedTensors(_NoPath, StorageReader):
+class SavedTensors:
     """Reads the files that `save_tensors` returned on all ranks, or one file of whole tensors.
 
     Example:
@@ -224,77 +215,65 @@ class SavedTensors(_NoPath, StorageReader):
             own_blocks = set(files.blocks[ranks.rank :: ranks.size])
             own_names = [file for file in names if (file, 0) in own_blocks]
         heads = ranks.all_gather([self._read_head(file) for file in own_names])
-        self._parts: dict[dcp.MetadataIndex, tuple[str, torch.dtype, list[int], int]] = {}
-        """File, dtype, sizes and first byte of each part of a tensor."""
-        self._tensors: dict[str, dcp.TensorStorageMetadata] = {}
+        self._parts = defaultdict[str, list[_Part]](list)
+        self._shapes: dict[str, list[int]] = {}
+        """Shapes of the whole tensors."""
         for file, has_offsets, chunks in (head for rank_heads in heads for head in rank_heads):
             if not has_offsets and len(names) > 1 and "-of-" not in file:
                 raise RoleError(
                     f"{file} of the checkpoint has parts of tensors and no {_SHARDING} in its head, so another version "
                     "of rftdask wrote it; start a new run from the output of `rftdask convert`"
                 )
-            for key, dtype_name, offsets, sizes, begin in chunks:
-                dtype = _DTYPES[dtype_name]
+            for key, dtype_name, offset, sizes, begin in chunks:
                 # The whole extends to the end of its last part.
-                ends = torch.Size(start + size for start, size in zip(offsets, sizes, strict=True))
-                empty = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), ends, [])
-                known = self._tensors.setdefault(key, empty)
-                known.size = torch.Size(map(max, known.size, ends))
-                known.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                self._parts[dcp.MetadataIndex(key, offsets)] = (file, dtype, sizes, begin)
+                ends = [start + size for start, size in zip(offset, sizes, strict=True)]
+                self._shapes[key] = [*map(max, self._shapes.get(key, ends), ends)]
+                self._parts[key].append((file, _DTYPES[dtype_name], offset, sizes, begin))
 
     @property
     def names(self) -> Collection[str]:
         """Names of the tensors."""
-        return self._tensors.keys()
+        return self._parts.keys()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill `tensors`; of sharded ones this rank's part. Called by all ranks, with the same names.
 
         Raises: RoleError: names or shapes differ. DamagedError: a file has changed since it was written.
         """
-        lacking, unknown = tensors.keys() - self._tensors.keys(), self._tensors.keys() - tensors.keys()
+        lacking, unknown = tensors.keys() - self._parts.keys(), self._parts.keys() - tensors.keys()
         if lacking or unknown:
             raise RoleError(
                 f"{self._name} of the checkpoint does not fit the model, or another version of rftdask wrote it: "
                 f"missing {sorted(lacking)}, unexpected {sorted(unknown)}"
             )
-        # Detached: PyTorch's loader writes in place.
-        targets = {name: tensor.detach() for name, tensor in tensors.items()}
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _translate_errors(f"{self._name} of the checkpoint does not fit the model"):
-            load_checkpoint(targets, storage_reader=self, planner=planner, process_group=self._ranks.group)
+        items: list[tuple[_Range, _Target]] = []
+        for name, tensor in sorted(tensors.items()):
+            if self._shapes[name] != [*tensor.shape]:
+                raise RoleError(
+                    f"{self._name} of the checkpoint does not fit the model: {name} is {self._shapes[name]}, in the "
+                    f"model {[*tensor.shape]}"
+                )
+            to_offset, to_part = _part_of(tensor)
+            for file, dtype, offset, sizes, begin in self._parts[name]:
+                # The overlap of both parts in the whole tensor, by dimension.
+                first = [*map(max, offset, to_offset)]
+                last = [min(o + n, to + m) for o, n, to, m in zip(offset, sizes, to_offset, to_part.shape, strict=True)]
+                if any(stop <= start for start, stop in zip(first, last, strict=True)):
+                    continue
+                box, to_box = (
+                    [slice(start - o, stop - o) for start, stop, o in zip(first, last, origin, strict=True)]
+                    for origin in (offset, to_offset)
+                )
+                # Whole rows, which are contiguous; of sharded weights a rank has some rows.
+                row_bytes = math.prod(sizes[1:]) * dtype.itemsize
+                rows = box[0] if box else slice(0, 1)
+                needed = (file, begin + rows.start * row_bytes, begin + rows.stop * row_bytes)
+                items.append((needed, _Target(to_part[tuple(to_box)], dtype, sizes, box)))
+        # Those of the cached file first.
+        items.sort(key=lambda item: (item[0][0] != self._cached[0], item[0]))
+        for number, at, data in self._read_ranges([needed for needed, _ in items]):
+            items[number][1].write(at, data)
         self._cached = ("", b"")
-
-    # ---- called by PyTorch
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return sizes and parts of all tensors."""
-        return dcp.Metadata(dict(self._tensors))
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of this rank's plan, those of the cached file first."""
-        items = [(self._parts[item.storage_index], item) for item in plan.items]
-        items.sort(key=lambda item: (item[0][0] != self._cached[0], item[0][0], item[0][3]))
-        targets, ranges = [], []
-        for (file, dtype, sizes, begin), item in items:
-            box = [slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
-            # Whole rows, which are contiguous; of sharded weights a rank has some rows.
-            row_bytes = math.prod(sizes[1:]) * dtype.itemsize
-            first, last = (box[0].start, box[0].stop) if box else (0, 1)
-            tensor = planner.resolve_tensor(item)
-            ranges.append((file, begin + first * row_bytes, begin + (last if tensor.numel() else first) * row_bytes))
-            targets.append(_Target(tensor, dtype, sizes, box))
-        for number, offset, data in self._read_ranges(ranges):
-            targets[number].write(offset, data)
-        for (_, item), target in zip(items, targets, strict=True):
-            planner.commit_tensor(item, target.tensor)
-        return _done(None)
-
-    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    # ----
 
     def _read_ranges(self, ranges: Sequence[_Range]) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield (number of the range, offset in it, bytes) in any order until all ranges are covered. Called by all
@@ -427,60 +406,3 @@ def _exchange_ranges(
                 begin += last - first
     if failed is not None:
         raise failed
-
-
-class _Writer(_NoPath, StorageWriter):
-    """Keeps the file of one rank."""
-
-    def __init__(self, name: str, spare: Data) -> None:
-        self._name, self._spare = name, spare
-        self.files: dict[str, Data] = {}
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Create this rank's file from the parts of its plan."""
-        tensors: dict[str, Tensor] = {}
-        offsets: dict[str, dict[str, list[int]]] = {}
-        for item in plan.items:
-            tensor, index = planner.resolve_data(item), item.index
-            assert isinstance(tensor, Tensor) and index.offset is not None and index.fqn not in tensors
-            tensors[index.fqn] = tensor.detach()
-            offsets[index.fqn] = {_OFFSETS: list(index.offset)}
-        if tensors:
-            kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
-            pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-            metadata = {_SHARDING: json.dumps(offsets, sort_keys=True)}
-            file, views = _lay_out(kinds, metadata, pinned=pinned, spare=self._spare)
-            for key, tensor in tensors.items():
-                views[key].copy_(tensor, non_blocking=True)
-            if pinned:
-                torch.cuda.synchronize()
-            self.files[self._name] = file
-        return _done([])
-
-    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: the format has no index file, and the manifest of the checkpoint makes its files visible."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
-@contextmanager
-def _translate_errors(what: str) -> Iterator[None]:
-    """Raise an RftError for errors that PyTorch gathered from the ranks; the same one on all ranks."""
-    with warnings.catch_warnings():
-        # Expected in a run with a single rank.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            yield
-        except CheckpointException as error:  # a BaseException
-            # All ranks raise the error of the lowest failed rank.
-            rank, (cause, _) = min(error.failures.items())
-            if isinstance(cause, RftError):
-                raise cause from error
-            raise RoleError(f"{what}: {type(cause).__name__} on rank {rank}: {cause}") from error
