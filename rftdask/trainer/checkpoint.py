@@ -9,26 +9,27 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rftdask.buffer.log.retention import ResumePoint
 from rftdask.errors import DamagedError, NotFoundError, RftError
 from rftdask.processes.ranks import Ranks
 from rftdask.storage import Storage
-from rftdask.storage.base import Data, numbers_in
+from rftdask.storage.base import Data, in_daemon, numbers_in
 from rftdask.storage.checked_json import parse_object
 from rftdask.synchronizer import manifest as manifests
 from rftdask.synchronizer.manifest import Manifest, is_valid, put_files, read_file, read_manifest
 from rftdask.synchronizer.published import CHECKPOINT_POINTER, move_pointer
-from rftdask.trainer.background import Background
 
 INTERIM = "interim"
 """Key in the manifest of a checkpoint that is removed when newer ones exist."""
 STATE_FILE = "trainer_state.json"
 HF_FOLDER = "actor/huggingface"
+Result = TypeVar("Result")
 
 
 def checkpoint_folder(step: int) -> str:
@@ -49,10 +50,8 @@ def newest_valid_checkpoint(storage: Storage) -> int | None:
 
 
 def oldest_resume_point(storage: Storage) -> ResumePoint | None:
-    """Return the resume point of the oldest checkpoint, valid or not; None: no checkpoint exists.
-
-    An earlier one than needed does no harm. Raises: DamagedError: it cannot be read.
-    """
+    """Return the resume point of the oldest checkpoint, valid or not, since an earlier one does no harm; None: no
+    checkpoint exists. Raises: DamagedError: it cannot be read."""
     for step in checkpoint_steps(storage):
         manifest = read_manifest(storage, checkpoint_folder(step))
         # A folder without a manifest is half written or half removed.
@@ -101,10 +100,7 @@ class CheckpointFiles(Mapping[str, bytes]):
 
 
 def turns_of(strategy: str, hosts: Sequence[str]) -> list[int]:
-    """Return the turn in which each rank writes, by `trainer.save_strategy`; ranks of one turn write at once.
-
-    hosts: host name of each rank.
-    """
+    """Return the turn in which each rank writes, by `trainer.save_strategy`. hosts: host name of each rank."""
     if strategy == "unrestricted":
         return [0] * len(hosts)
     # One turn per machine, in the order of first ranks.
@@ -112,6 +108,40 @@ def turns_of(strategy: str, hosts: Sequence[str]) -> list[int]:
         order = list(dict.fromkeys(hosts))
         return [order.index(host) for host in hosts]
     return list(range(len(hosts)))
+
+
+class Background:
+    """Runs one job at a time in a daemon thread next to the training.
+
+    The error of a job is raised by every later call, so no job starts after it and the run ends with its cause. A
+    ThreadPoolExecutor does not fit: the interpreter joins its threads at exit, and a job may wait for a dead rank.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: Future[Any] = Future()
+        self._last.set_result(None)
+
+    def start(self, job: Callable[[], Result]) -> Future[Result]:
+        """Start a job after the previous one has ended. Raises: the error of the previous one."""
+        self.flush()
+        self._last = future = in_daemon(job, self._name)
+        return future
+
+    def check(self) -> None:
+        """Raise the error of the job if it has failed, without waiting."""
+        if self._last.done():
+            self._last.result()
+
+    def flush(self) -> None:
+        """Wait for the job. Raises: its error."""
+        self._last.result()  # it ends: storage has retries, a process group a deadline
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._last.exception()  # waits, without replacing an error of the block
 
 
 class Checkpoints:
@@ -190,11 +220,11 @@ class Checkpoints:
         return spare
 
     def check(self) -> None:
-        """Raise the error of the background write, if it has failed, without waiting."""
+        """See `Background`."""
         self._background.check()
 
     def flush(self) -> None:
-        """Wait until everything is written. Raises: the error of the write."""
+        """See `Background`."""
         self._background.flush()
 
     def _write(
@@ -239,10 +269,7 @@ class Checkpoints:
         return None if manifest is None else CheckpointFiles(self._storage, folder, manifest, {})
 
     def complete(self, step: int, files: Mapping[str, Data], *, interim: bool) -> None:
-        """Add missing files to a checkpoint and mark it permanent, unless `interim`. Called on rank 0.
-
-        The manifest is replaced atomically.
-        """
+        """Add missing files to a checkpoint and mark it permanent, unless `interim`. Called on rank 0."""
         manifest = read_manifest(self._storage, checkpoint_folder(step))
         if manifest is None:
             return

@@ -161,10 +161,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
 
 @dataclass(kw_only=True)
 class Gang:
-    """Runs the ranks to their end, and restarts all of them from storage if one is lost.
-
-    Example: Gang(client=client, spec=spec, max_restarts=3, ...).run() == Ended(step=40, stopped=False)
-    """
+    """Runs the ranks to their end, and restarts all of them from storage if one is lost."""
 
     client: Client
     spec: RankSpec
@@ -273,11 +270,7 @@ class Gang:
             changed.clear()
 
     def _cause(self, futures: Sequence[Future[Ended]], addresses: Sequence[str]) -> BaseException:
-        """Return the error that caused those of the other ranks.
-
-        A rank reports the loss of a peer at once; the error of that peer may arrive later. It is waited for while the
-        peer's worker is alive.
-        """
+        """Return the error that caused those of the other ranks, which may arrive after their report of a lost peer."""
         deadline = time.monotonic() + _CAUSE_TIMEOUT_S
         while True:
             errors = [_error(rank, future) for rank, future in enumerate(futures) if future.status in _FAILED]
@@ -294,10 +287,7 @@ class Gang:
             time.sleep(_POLL_INTERVAL_S)
 
     def _cancel(self, futures: Sequence[Future[Ended]]) -> None:
-        """Cancel the supervisors, and wait until none is running, so that ranks do not meet those of the next attempt.
-
-        Raises: ProcessLostError: one still runs after 30 s.
-        """
+        """Cancel the supervisors, and wait until none is running, so that ranks do not meet the next ones."""
         # Dask cannot end a running thread: the supervisor sees that its task is cancelled, ends its child and returns.
         self.client.cancel(futures, force=True)
         keys = {str(future.key) for future in futures}
@@ -313,10 +303,7 @@ class Gang:
         )
 
     def _wait_for_workers(self) -> list[str]:
-        """Return the addresses of one worker per rank; [] if the run stops or is over.
-
-        Raises: WaitTimeout: too few joined.
-        """
+        """Return the addresses of one worker per rank; [] if the run stops or is over."""
         deadline = time.monotonic() + self.worker_deadline_s
         while True:
             if self.stopping() or self.cancelled():

@@ -170,11 +170,8 @@ def build_trainer(
     emit: Callable[[Event], None],
     address: str = "",
 ) -> Trainer:
-    """Build the trainer of this rank, and load its models.
+    """Build the trainer of this rank, and load its models. total_steps, address: as in `gang.RankSpec`.
 
-    Args:
-        total_steps: steps of whole batches in the data; None: unknown.
-        address: address of this rank's Dask worker.
     Raises: UserError, DataError.
     """
     ranks = all_ranks()

@@ -1,12 +1,10 @@
 """Trainer: the loop. sample -> train -> publish -> checkpoint -> record, once per optimizer step, on every rank.
 
-All ranks run the same loop. Rank 0 decides the next action, forms the batches, and writes ledger, pointers, manifests
-and metrics, so ranks cannot disagree. The loop consumes batches from a source, which writes each to the ledger before
-returning it; it produces weights (pointer moved last), checkpoints (manifest last) and metrics. Weights and checkpoints
-are copied, and written by threads while the next step trains; a checkpoint exists only after the publication that it
-refers to. The loop waits only for its source, with a deadline, and ranks do not wait for each other meanwhile. It knows
-neither Dask nor the configuration. A trainer may die at any line: the next one resumes from the newest valid checkpoint
-and gets the same batches again.
+Rank 0 decides the next action, forms the batches, and writes ledger, pointers, manifests and metrics, so ranks cannot
+disagree. The source writes each batch to the ledger before it returns it. Weights (pointer moved last) and checkpoints
+(manifest last) are copied, and written by threads while the next step trains; a checkpoint exists only after the
+publication that it refers to. A trainer may die at any line: the next one resumes from the newest valid checkpoint and
+gets the same batches again. The loop knows neither Dask nor the configuration.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.synchronizer.published import WEIGHTS_POINTER, Published
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.synchronizer.transports.memory import InMemoryPublisher
-from rftdask.trainer.background import Background
-from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints, checkpoint_steps
+from rftdask.trainer.checkpoint import HF_FOLDER, Background, Checkpoints, checkpoint_steps
 from rftdask.trainer.engines.base import TrainEngine
 
 log = logging.getLogger(__name__)
@@ -56,6 +53,8 @@ _DEVICE_POLL_S = 0.02
 _PREFETCH_POLL_S = 0.1
 """Shortest pause between two searches for the next batch while one trains."""
 _TEXTS = ("uids", "images")
+_TOKEN_ARRAYS = ("tokens", "rollout_logprobs", "loss_mask")
+"""Arrays that a rank only has for the rows that it computes; so are experts, which may be missing."""
 
 Action: TypeAlias = tuple[Literal["train", "publish", "whole", "wait", "stop", "end"], str]
 """Next action of all ranks, and the ledger entry as JSON for "train". whole: write the last publication in full; stop:
@@ -64,10 +63,7 @@ end on request; end: all steps are trained."""
 
 @dataclass
 class Trainer:
-    """Runs the loop on one rank.
-
-    Example: Trainer(engine, source, checkpoints, storage, metrics, config.trainer, ...).run() == Ended(40, False)
-    """
+    """Runs the loop on one rank."""
 
     engine: TrainEngine
     source: BatchSource
@@ -89,8 +85,8 @@ class Trainer:
     full_publish_interval: int = 1
     """Publications from one with whole weights to the next; those between contain deltas."""
     whole_requested: Callable[[int], bool] = lambda version: False
-    """(last published step) -> True once if an engine that cannot apply the delta has requested full weights. Called by
-    rank 0 before every batch, and while it waits."""
+    """(last published step) -> True once if an engine that cannot apply the delta has requested full weights; called
+    as `should_stop` is."""
     holder: InMemoryPublisher | None = None
     """Holds publications in memory instead of files; None: they are written."""
     max_weights_to_keep: int = 0
@@ -251,11 +247,10 @@ class Trainer:
 
     @contextmanager
     def _prefetch(self, step: int) -> Iterator[None]:
-        """Read the probable batch of `step` while the block trains the one before; an error is raised by
-        `_prefetching.check`. The block must not call the source.
+        """Read the probable batch of `step`, as rank 0 broadcasts it, while the block trains the one before.
 
-        Rank 0 broadcasts the probable entry, and each rank reads its part. If the actual batch differs, the missing
-        rows are read later.
+        If the actual batch differs, the missing rows are read later. `_prefetching.check` raises an error. The block
+        must not call the source.
         """
         readers = self.readers or Ranks()
         if self._is_last(step - 1) or not (self.ranks.is_rank0 or self.readers):
@@ -335,7 +330,7 @@ class Trainer:
         return step
 
     def _publish(self, step: int) -> None:
-        """Copy the weights, and write them in a thread of each rank; that of rank 0 moves the pointer. On all ranks."""
+        """Copy the weights, and write them in a thread of each rank; that of rank 0 moves the pointer."""
         self.doing = f"version {step} is published"
         self._publishing.flush()  # before the copy, so that only one is in memory
         self.engine.reuse(self._publisher.take_spare())
@@ -368,7 +363,6 @@ class Trainer:
         return self.ranks.is_rank0 or self.publishers is not None
 
     def _write_weights(self, step: int, weights: Mapping[str, Data], fingerprint: Fingerprint | None) -> Published:
-        """Write the weights, then move the pointer; runs in the publishing thread."""
         published = self._publisher.publish(step, weights, fingerprint)
         if not self.ranks.is_rank0:
             return published
@@ -380,16 +374,13 @@ class Trainer:
         return published
 
     def _fingerprint_of(self, step: int) -> Fingerprint | None:
-        """Return the fingerprint of the current weights, those after `step`; computed once, by all ranks."""
+        """Return the fingerprint of the weights after `step`; computed once, by all ranks."""
         if self._fingerprint[0] != step:
             self._fingerprint = (step, self.engine.fingerprint())
         return self._fingerprint[1]
 
     def _save(self, step: int, *, last: bool, interim: bool = True) -> None:
-        """Write a checkpoint in the background; each rank writes its files, rank 0 also the manifest.
-
-        interim: it may be removed when newer ones exist, unless it belongs to the interval.
-        """
+        """Write a checkpoint. interim: it may go when newer ones exist, unless it belongs to the interval."""
         self.doing = f"checkpoint {step} is saved"
         self.checkpoints.flush()  # before the copy, so that only one is in memory
         self.engine.reuse(self.checkpoints.take_spare())
@@ -430,7 +421,6 @@ class Trainer:
         return {f"{HF_FOLDER}/{name}": data for name, data in self.engine.export_files().items()}
 
     def _finish(self, step: int, *, stopped: bool) -> None:
-        """Publish the last weights and save a last checkpoint; evaluate first unless stopped on request."""
         if not stopped:
             self._evaluate(step)
         # Regardless of the interval: later explorers and evaluations need the last weights.
@@ -512,12 +502,6 @@ def acquire_device(lock: DeviceLock, ranks: Ranks, timeout_s: float, send_heartb
         time.sleep(_DEVICE_POLL_S)
 
 
-# ---- a batch is read by all ranks
-
-Read = Callable[[LedgerEntry, Sequence[int] | None], TrainingBatch]
-"""See `BatchSource.read`."""
-
-
 def rows_of_rank(entry: LedgerEntry, rank: int, size: int) -> range:
     """Return the positions in an entry of the rows that a rank reads: neighbors, which are often in the same shard.
 
@@ -536,19 +520,17 @@ def rows_of_rank(entry: LedgerEntry, rank: int, size: int) -> range:
 def read_together(
     entry: LedgerEntry,
     ranks: Ranks,
-    read: Read,
+    read: Callable[[LedgerEntry, Sequence[int] | None], TrainingBatch],
     rows_to_compute: Callable[[TrainingBatch], np.ndarray | None] = lambda batch: None,
 ) -> TrainingBatch:
-    """Read the batch of an entry: each rank reads some rows from storage, then the ranks exchange them.
+    """Read the batch of an entry: each rank reads some rows, so that storage serves each shard about once, then the
+    ranks exchange them. Called by all ranks.
 
-    Storage thus serves each shard about once. Every rank receives metadata for all rows, so that baselines and
-    denominators are those of the whole batch; token data goes only to the ranks that compute the row. Apart from state
-    numbers, which are only compared within a group, the result has the same bits as a batch read by one rank. Called by
-    all ranks.
+    Every rank receives metadata for all rows, so that baselines and denominators are those of the whole batch. Apart
+    from state numbers, which are only compared within a group, the result has the bits of a batch read by one rank.
 
-    Args:
-        rows_to_compute: called with the batch without tokens; returns the row numbers whose tokens this rank needs,
-            None: all.
+    Args: read: `BatchSource.read`. rows_to_compute: from the batch without tokens, the row numbers whose tokens this
+    rank needs; None: all.
     """
     if ranks.size == 1:  # nothing to exchange
         return read(entry, None)
@@ -564,7 +546,9 @@ def read_together(
     rows = np.arange(len(batch)) if rows is None else np.unique(rows)
     needed = [np.frombuffer(data, np.int64) for data in ranks.all_gather_bytes(rows.astype(np.int64).tobytes())]
     first = sum(len(part) for part in parts[: ranks.rank] if part is not None)
-    sent = [b"" if own is None else _tokens_to_bytes(own.holding(numbers - first)) for numbers in needed]
+    held_parts = [None if own is None else own.holding(numbers - first) for numbers in needed]
+    names = (*_TOKEN_ARRAYS, "routed_experts")
+    sent = [_arrays_to_bytes({name: getattr(p, name) for name in names}) if p is not None else b"" for p in held_parts]
     # By rank, which is also the order of the rows.
     received = [load(data) for data in ranks.exchange_bytes(sent) if data]
     experts = batch.routed_experts
@@ -576,21 +560,16 @@ def read_together(
     return replace(batch, **tokens, routed_experts=experts, held=np.isin(np.arange(len(batch)), rows))
 
 
-_TOKEN_ARRAYS = ("tokens", "rollout_logprobs", "loss_mask")
-"""Arrays that a rank only has for the rows that it computes; so are experts, which may be missing."""
-
-
-def _tokens_to_bytes(batch: TrainingBatch) -> bytes:
-    arrays = {name: getattr(batch, name) for name in (*_TOKEN_ARRAYS, "routed_experts")}
+def _arrays_to_bytes(arrays: Mapping[str, np.ndarray | None]) -> bytes:
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None})
 
 
 def to_bytes(batch: TrainingBatch) -> bytes:
     """Serialize a batch as safetensors, with its texts as JSON in byte arrays."""
     values = {f.name: getattr(batch, f.name) for f in fields(TrainingBatch)}
-    texts = {name: np.frombuffer(json.dumps(values.pop(name)).encode(), np.uint8) for name in _TEXTS}
-    arrays = {name: np.ascontiguousarray(array) for name, array in values.items() if array is not None}
-    return save({**arrays, **texts})
+    return _arrays_to_bytes(
+        values | {name: np.frombuffer(json.dumps(values[name]).encode(), np.uint8) for name in _TEXTS}
+    )
 
 
 def from_bytes(data: bytes) -> TrainingBatch:

@@ -56,8 +56,7 @@ from rftdask.trainer.engines.micro_batches import (
 )
 from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.step_metrics import finish_means, mismatch, next_kl_coefs, over_updates
-from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, layers_of
-from rftdask.trainer.engines.strategies.ddp import DDP
+from rftdask.trainer.engines.strategies.base import DDP, Strategy, distinct_state, layers_of
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.tensor_files import SavedTensors, stage_tensors

@@ -38,8 +38,7 @@ from rftdask.storage.base import Data
 from rftdask.storage.local import LocalStorage
 from rftdask.trainer import model
 from rftdask.trainer.checkpoint import Checkpoints
-from rftdask.trainer.engines.strategies.base import Strategy, local
-from rftdask.trainer.engines.strategies.ddp import DDP
+from rftdask.trainer.engines.strategies.base import DDP, Strategy, local
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.torch_engine import TorchEngine

@@ -32,8 +32,7 @@ from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.models.toy import build_toy_model
 from rftdask.processes.ranks import Ranks
 from rftdask.trainer import model as policies
-from rftdask.trainer.engines.strategies.base import Strategy
-from rftdask.trainer.engines.strategies.ddp import DDP
+from rftdask.trainer.engines.strategies.base import DDP, Strategy
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.torch_engine import TorchEngine

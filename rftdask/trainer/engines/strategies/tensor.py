@@ -22,8 +22,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, replac
 
 from rftdask.errors import DataError
 from rftdask.processes.ranks import Ranks
-from rftdask.trainer.engines.strategies.base import Strategy, give_back, local, take_read
-from rftdask.trainer.engines.strategies.ddp import add_up
+from rftdask.trainer.engines.strategies.base import Strategy, add_up, give_back, local, take_read
 
 _EXPERTS = "grouped_gemm"
 """Style of experts' weights, of which each rank holds some experts."""

@@ -28,8 +28,7 @@ from rftdask.storage.base import Data
 from rftdask.trainer import model as policies
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
 from rftdask.trainer.engines.critic import value_loss
-from rftdask.trainer.engines.strategies.base import Strategy
-from rftdask.trainer.engines.strategies.ddp import DDP
+from rftdask.trainer.engines.strategies.base import DDP, Strategy
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy

@@ -25,7 +25,7 @@ from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.critic import ValueModel
 from rftdask.trainer.engines.learning_rate import learning_rate
 from rftdask.trainer.engines.micro_batches import mini_batches
-from rftdask.trainer.engines.strategies.ddp import DDP
+from rftdask.trainer.engines.strategies.base import DDP
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
 from tests.thread_ranks import in_threads
