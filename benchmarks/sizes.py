@@ -210,7 +210,7 @@ def print_page() -> None:
 `benchmarks/sizes.py` prints this page from `rftdask estimate`, whose formulas docs/trainer.md
 derives. None of it has run on a GPU. `rftdask estimate CONFIG --gpus 8 --nodes 4 --gpu "H100 80GB"`
 estimates your configuration, part by part. The package includes the shapes of these models and of
-the others in `rftdask/models/known_models.py`, so no network is needed.
+the others in `rftdask/models/model_shape.py`, so no network is needed.
 
 ## Models on 1, 8, 32 and 64 GPUs of 80 GB
 

@@ -31,8 +31,7 @@ from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.data.hub import cached_folder
 from rftdask.engines.base import MAX_BATCH_TOKENS
 from rftdask.errors import ConfigError, UserError
-from rftdask.models.known_models import known_model
-from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
+from rftdask.models.model_shape import MAX_LOGITS, ModelShape, known_model, read_shape
 
 # fmt: off
 GPUS_GB = {

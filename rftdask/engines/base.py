@@ -117,13 +117,7 @@ Give = Callable[[int, Generation], None]
 
 
 class Engine(EngineTraits, ABC):
-    """A model that generates. Used from one thread.
-
-    Example:
-        engine = TransformersEngine(model_path, dtype="float32", device="cpu")
-        engine.load_weights(4, [Path("weights/4/model.safetensors")])
-        generations = engine.generate(requests)
-    """
+    """A model that generates. Used from one thread."""
 
     policy_version: int = 0
     """Version of the served weights. 0: those that training begins with."""
@@ -186,10 +180,7 @@ class Engine(EngineTraits, ABC):
         # The fast way is tried first, since `load_anew` takes a minute with some engines.
         for load in (self.load_weights, self.load_anew):
             load(version, files)
-            if fingerprint is None or not self.has_model:
-                return
-            problem = fingerprint.problem(self.logprobs(fingerprint.pairs), self.dtype)
-            if not problem:
+            if not (problem := self._problem(fingerprint)):
                 return
             log.warning("version %d does not reproduce the logprobs of the trainer: %s", version, problem)
         # An engine that cannot prove its weights must not continue: its rollouts would come from another policy.
@@ -207,12 +198,14 @@ class Engine(EngineTraits, ABC):
         if not self.try_change_weights(files):
             return False
         self.policy_version = version
-        if fingerprint is None or not self.has_model:
-            return True
-        problem = fingerprint.problem(self.logprobs(fingerprint.pairs), self.dtype)
-        if problem:
+        if problem := self._problem(fingerprint):
             log.warning("version %d, updated by deltas, differs from the trainer's logprobs: %s", version, problem)
         return not problem
+
+    def _problem(self, fingerprint: Fingerprint | None) -> str:
+        if fingerprint is None or not self.has_model:
+            return ""
+        return fingerprint.problem(self.logprobs(fingerprint.pairs), self.dtype)
 
     def try_change_weights(self, files: Sequence[Path]) -> bool:
         """Apply all deltas to the weights; or apply none and return False."""

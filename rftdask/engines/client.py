@@ -2,8 +2,7 @@
 engine on another worker.
 
 Weights are verified twice: the client verifies every file on its machine before the engine loads it, and the engine
-process compares its logprobs with the trainer's fingerprint. One client serves one engine. When the process ends, all
-pending calls fail with the same error.
+process compares its logprobs with the trainer's fingerprint.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ LOAD_TIMEOUT_S = 1800.0
 _LOAD_ATTEMPTS = 3
 _WHOLE_S, _WHOLE_LOOK_S = 300.0, 0.5
 """Seconds to wait for the trainer, which may be in the middle of a step, to write a complete version."""
-_WRITE_GRACE_S = 2.0
-"""Seconds to write the last message before the process is ended."""
+_WRITE_GRACE_S = 2.0  # seconds to write the last message before the process is ended
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,11 @@ class EngineSpec:
 
     def to_plain(self) -> dict[str, Any]:
         """Spec as plain types for msgpack, without threads and environment, which are passed separately."""
+        names = ("plugin_dirs", "device_lock_timeout_s", "colocated", "records_experts")
         return {
+            **{name: getattr(self, name) for name in names},
             "section": plain(self.section),
             "model": plain(self.model),
-            "plugin_dirs": self.plugin_dirs,
-            "device_lock_timeout_s": self.device_lock_timeout_s,
-            "colocated": self.colocated,
-            "records_experts": self.records_experts,
             "sampling": [asdict(params) for params in self.sampling],
         }
 
@@ -107,20 +103,13 @@ class AskedEngine(ABC):
         self._lock = threading.Lock()
         """Guards the fields below. Held while a message is sent, so that numbers are sent in order."""
         self._num_asked = 0
-        self._ready = Future[Any]()
-        """Set by the first message, which the engine sends when it is ready."""
-        self._asked: dict[int, Future[Any]] = {0: self._ready}
-        """Number -> pending future."""
+        self._ready = Future[Any]()  # set by the first message, which the engine sends when it is ready
+        self._asked: dict[int, Future[Any]] = {0: self._ready}  # pending
         self._listeners: dict[int, OnTokens] = {}
-        """Number -> callback for streamed tokens."""
         self._failure: RftError | None = None
-        """Error with which the engine failed."""
-        self._has_work = False
-        """True once it has received a request of a task."""
-        self._num_generating = 0
-        """Number of running requests."""
-        self._request_s = 0.0
-        """Summed running seconds of requests since `take_use`, or since the engine was ready."""
+        self._has_work = False  # True once it has received a request of a task
+        self._num_generating = 0  # running requests
+        self._request_s = 0.0  # summed running seconds of requests since `take_use`, or since the engine was ready
         self._used_since_s = self._counted_s = time.monotonic()
         self.answered_s = time.monotonic()
         """Time of the last message of any kind."""
@@ -153,10 +142,8 @@ class AskedEngine(ABC):
         return len(self._asked)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
-        """Send requests as one batch without waiting. Returns: one future per request, in order.
-
-        Cancelling a future removes its request. `on_tokens` is called from the thread that reads messages.
-        A future raises RoleError if the engine dies.
+        """Send requests as one batch without waiting. Returns: one future per request, in order, which raises RoleError
+        if the engine dies; cancel it to remove its request. `on_tokens` is called from the thread that reads messages.
         """
         if not requests:
             return []
@@ -286,15 +273,7 @@ class AskedEngine(ABC):
 
 
 class EngineClient(AskedEngine):
-    """Engine of this worker process. Used from any thread.
-
-    Example:
-        client = EngineClient(spec)
-        client.wait_ready()
-        client.load(storage, published)
-        generations = client.generate(requests, timeout_s=1800)   # together, without other requests
-        futures = client.submit(requests)                         # alongside running requests
-    """
+    """Engine of this worker process: `wait_ready`, then `load`, `submit` and the others, from any thread."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start the child process and return while it loads its model; see `wait_ready`."""
@@ -306,10 +285,8 @@ class EngineClient(AskedEngine):
         self.weights = Published(0, "", _content_hash(folders))
         self._copy: NodeCache | None = None
         """Files of the served weights on this machine, shared with its other engines."""
-        self._fetched: NodeCache | None = None
-        """Files of the last `fetch`."""
-        self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()
-        """Messages to write. None: stop the writer."""
+        self._fetched: NodeCache | None = None  # files of the last `fetch`
+        self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()  # Messages to write. None: stop the writer.
         self._child = Child(
             # A child process: a model that exhausts memory or crashes in a kernel costs the engine, not the Dask
             # worker.
@@ -323,8 +300,7 @@ class EngineClient(AskedEngine):
             may_fork=bool(spec.imports_ahead) and dict(spec.env).keys() <= {LOG_LEVEL},
             needs=spec.imports_ahead,
         )
-        self._turn = threading.Lock()
-        """Held by the caller that loads weights."""
+        self._turn = threading.Lock()  # held by the caller that loads weights
         self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
         self._reader = threading.Thread(target=self._read, name="engine-answers", daemon=True)
         self._writer.start()
@@ -347,8 +323,7 @@ class EngineClient(AskedEngine):
         return super().alive() and self._child.alive()
 
     def acquire_device(self) -> None:
-        """Wait until the engine holds the lock of its device, which it keeps until `release_device`.
-        Returns at once if the device is not shared.
+        """Wait until the engine holds the lock of its device, if that is shared; it keeps it until `release_device`.
 
         Raises: RoleError: the engine died or did not get the lock; WaitTimeout: it hangs.
         """
@@ -367,7 +342,7 @@ class EngineClient(AskedEngine):
         self._outbox.put(message)
 
     def _write(self) -> None:
-        # Thread that writes messages, so that callers do not wait for a process that does not read.
+        # In a thread, so that callers do not wait for a process that does not read.
         try:
             while (message := self._outbox.get()) is not None:
                 self._child.send(server.FROM_CLIENT.encode(message))
@@ -468,9 +443,8 @@ class EngineClient(AskedEngine):
                 # stays missing.
                 except (DamagedError, NotFoundError) as error:
                     if attempt == _LOAD_ATTEMPTS:
-                        raise StorageError(
-                            f"weights of version {published.version} cannot be loaded: {error}"
-                        ) from error
+                        text = f"weights of version {published.version} cannot be loaded: {error}"
+                        raise StorageError(text) from error
                     if attempt == _LOAD_ATTEMPTS - 1:
                         published = self._as_whole(storage, published)
             if served != published.version:
@@ -482,23 +456,20 @@ class EngineClient(AskedEngine):
                 self._fetched = None
 
     def _load(self, storage: Storage, published: Published, in_flight: bool) -> int:
-        # One attempt to load; returns the version that the engine serves then.
+        # Returns the version that the engine serves then.
         delta, served = published.delta, self.weights
-        changes = []
-        if delta is not None and (delta.base, delta.base_hash) == (served.version, served.content_hash):
-            changes = [published.changes]
-        for part in (*changes, published):
+        fits = delta is not None and (delta.base, delta.base_hash) == (served.version, served.content_hash)
+        for part in (published.changes, published) if fits else (published,):
             # Verified before the engine reads it, so that a torn file is read again without losing the engine.
             copy = NodeCache(storage, part, LOAD_TIMEOUT_S)
             try:
-                files, is_delta = tuple(map(str, copy.files)), part is not published
                 load = partial(
                     server.LoadWeights,
                     version=published.version,
-                    files=files,
+                    files=tuple(map(str, copy.files)),
                     fingerprint=published.fingerprint,
                     in_flight=in_flight,
-                    is_delta=is_delta,
+                    is_delta=part is not published,
                 )
                 answer = self._wait(self._ask(load), LOAD_TIMEOUT_S)
             except BaseException:

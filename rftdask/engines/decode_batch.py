@@ -78,7 +78,6 @@ class _Rows:
     ) -> _Rows:
         """Rows of requests that enter a batch of `columns` columns, without sampled tokens."""
         params = [request.sampling for request in requests]
-        # One column more than the longest response, for writes of finished rows.
         uniforms_BT = np.zeros((len(requests), max(param.max_tokens for param in params) + 1))
         uniforms = Uniforms()
         for row, (request, param) in enumerate(zip(requests, params, strict=True)):
@@ -119,18 +118,8 @@ class _Rows:
 
 
 class DecodeBatch:
-    """Running rows and waiting requests.
-
-    Example (calls only, without the model):
-        batch = DecodeBatch(end_ids, vocab_size, device)
-        batch.add(17, request)
-        prompts = batch.enter(batch.num_fitting(max_tokens), policy_version)
-        while batch.numbers:
-            tokens_B = batch.sample(logits_BV)
-            if batch.counts()[0] ...:
-                for number, generation in batch.finished(): ...
-                index_B, num_columns = batch.drop_done(trim=True)
-                prompts = batch.enter(batch.num_fitting(max_tokens), policy_version)
+    """Running rows and waiting requests: `add` and `enter` them; while there are `numbers`, `sample`, collect those
+    `finished`, and `drop_done` some of them. `TransformersEngine._serve` is the loop.
 
     Finished rows continue to sample until they are dropped; these tokens are discarded.
     """
@@ -154,29 +143,19 @@ class DecodeBatch:
         """W: columns of the cache plus the newest token."""
         self.numbers: list[int] = []
         """Request number of each row, in row order."""
-        self._requests: dict[int, GenerateRequest] = {}
-        """Number -> request of a row."""
-        self._versions: dict[int, list[tuple[int, int]]] = {}
-        """Number -> (token index, policy version that samples from there on) of a row."""
-        self._newest_version: int | None = None
-        """Version of the last `note_version`."""
-        self._waiting: dict[int, GenerateRequest] = {}
-        """Requests that have not entered, in order of arrival."""
         self.told: set[int] = set()
         """Numbers of finished rows whose result was returned or is not needed."""
-        self._decode = decode
-        self._guide = guide
+        self._waiting: dict[int, GenerateRequest] = {}  # in order of arrival
+        # By the number of a row:
+        self._requests: dict[int, GenerateRequest] = {}
+        self._versions: dict[int, list[tuple[int, int]]] = {}  # (token index, policy version that samples from there)
         self._guides: dict[int, Guide] = {}
-        """Number -> guide of a row."""
-        self._stopped: set[int] = set()
-        """Numbers of rows ended by a stop text."""
-        self._num_choices = num_choices
-        self._prompt_experts: dict[int, np.ndarray] = {}
-        """Number -> [tokens, X] int16 experts of the prompt."""
-        self._end_ids = end_ids
-        self._ends = frozenset(end_ids.tolist())
-        self._vocab_size = vocab_size
-        self._device = device
+        self._prompt_experts: dict[int, np.ndarray] = {}  # [tokens, X] int16
+        self._newest_version: int | None = None  # of the last `note_version`
+        self._stopped: set[int] = set()  # numbers of rows ended by a stop text
+        self._decode, self._guide, self._num_choices = decode, guide, num_choices
+        self._end_ids, self._ends = end_ids, frozenset(end_ids.tolist())
+        self._vocab_size, self._device = vocab_size, device
         self._rows: _Rows
         self._padded = False
 
@@ -188,13 +167,11 @@ class DecodeBatch:
         """Cancel a request: it leaves the queue, or its row counts as finished. No effect once it has left."""
         if self._waiting.pop(number, None) is None and number in self._requests:
             self.told.add(number)
-            # Counts as finished and leaves with the other finished rows.
             self._rows.done_B[self.numbers.index(number)] = True
 
     def num_fitting(self, max_batch_tokens: int) -> int:
         """Number of waiting requests that may enter now, in order: rows * (columns + longest remaining response) stays
-        within `max_batch_tokens`. At least one if there are no rows.
-        """
+        within `max_batch_tokens`. At least one if there are no rows."""
         rest = 0
         if self.numbers:
             lengths = zip(self.numbers, self._rows.length_B.tolist(), strict=True)
@@ -210,10 +187,7 @@ class DecodeBatch:
 
     def enter(self, num_newcomers: int, policy_version: int) -> Prompts:
         """Append rows for the next `num_newcomers` (at least one) waiting requests and return their prompts, which are
-        computed with the weights of `policy_version`.
-
-        The caller pads the cache of the rows or of the prompts on the left, whichever has fewer columns.
-        """
+        computed with the weights of `policy_version`. The caller pads the smaller cache on the left."""
         numbers = list(islice(self._waiting, num_newcomers))
         requests = [self._waiting.pop(number) for number in numbers]
         for number, request in zip(numbers, requests, strict=True):
@@ -394,7 +368,6 @@ class DecodeBatch:
             self._guides.pop(number, None)
         self._stopped -= self.told
         self.told = set()
-        # Indices into the previous rows, also used to cut the cache.
         index_B = (~self._rows.done_B).nonzero()[:, 0]
         if not self.numbers:
             self.columns = 0
@@ -414,6 +387,5 @@ class DecodeBatch:
         return torch.arange(self.columns, device=self._device) >= self._rows.start_B[:, None]
 
     def positions(self) -> Tensor:
-        """Position ids [B] of the newest token in each sequence."""
-        # Counted from 0, for the last sampled token, which is the next input.
+        """Position ids [B] of the newest token in each sequence, which is the next input."""
         return self._prompt_length_B + self._rows.shift_B + (self._rows.length_B - 1)

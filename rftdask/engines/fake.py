@@ -37,8 +37,7 @@ class FakeEngine(Engine):
     def __init__(
         self, model_path: str = "", *, tokens_per_request: int = 4, vocab_size: int = 100, seconds_per_step: float = 0.0
     ) -> None:
-        self.tokens_per_request = tokens_per_request
-        self.vocab_size = vocab_size
+        self.tokens_per_request, self.vocab_size = tokens_per_request, vocab_size
         self.seconds_per_step = seconds_per_step
         self.loaded_files: list[Path] = []
         self._closed = False
@@ -50,13 +49,10 @@ class FakeEngine(Engine):
     def serve(self, take: Take, give: Give) -> None:
         if self._closed:
             raise RoleError("engine 'fake' was closed; create a new one")
-        under_way: dict[int, tuple[GenerateRequest, int]] = {}
-        """Requests with the step before which they arrived."""
-        versions = [(0, self.policy_version)]
-        """(step, policy version that samples from there on)."""
+        under_way: dict[int, tuple[GenerateRequest, int]] = {}  # with the step before which they arrived
+        versions = [(0, self.policy_version)]  # (step, policy version that samples from there on)
         ends: dict[int, list[int]] = {}
-        coming: dict[int, Iterator[int]] = {}
-        """Tokens of streaming requests, which are otherwise computed for the result."""
+        coming: dict[int, Iterator[int]] = {}  # tokens of streaming requests
         step = 0
         while True:
             for number, request in take():

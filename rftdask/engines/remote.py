@@ -87,16 +87,9 @@ async def _write(comm: Comm, outbox: asyncio.Queue[list[Any]]) -> None:
 
 
 class RemoteEngine(AskedEngine):
-    """Engine on a Dask worker, over a connection. Created, opened and closed on one event loop.
-
-    Example:
-        engine = await RemoteEngine.open(address, worker.connection_args, {"op": "serve_me", "key": "judge"})
-        generations = await asyncio.gather(*map(asyncio.wrap_future, engine.submit(requests)))
-        engine.close()
-    """
+    """Engine on a Dask worker, over a connection. Opened (`open`) and closed on one event loop."""
 
     def __init__(self, address: str, comm: Comm) -> None:
-        """See `open`."""
         super().__init__()
         self._name, self._comm = f"the engine of worker {address}", comm
         self._loop = asyncio.get_running_loop()
@@ -176,22 +169,12 @@ class RemoteEngine(AskedEngine):
 
 
 class RemoteEngines:
-    """Engines of workers that come and go, one per worker. Used on one event loop.
-
-    Example:
-        engines = RemoteEngines(open_engine, again_s=10.0)
-        engines.look(addresses)     # now and then
-        engines.alive               # engines that can be used
-        engines.close()
-    """
+    """Engines of workers that come and go, one per worker; call `look` now and then. Used on one event loop."""
 
     def __init__(self, open_engine: Callable[[str], Coroutine[Any, Any, RemoteEngine]], again_s: float) -> None:
-        """open_engine: opens the engine of the worker at an address. again_s: seconds before a retry after RftError or
-        OSError.
-        """
+        """open_engine: of the worker at an address. again_s: seconds before a retry after RftError or OSError."""
         self._open_engine, self._again_s = open_engine, again_s
-        self._kept: dict[str, asyncio.Task[None]] = {}
-        """Worker address -> engine."""
+        self._kept: dict[str, asyncio.Task[None]] = {}  # by worker address
         self._engines: list[RemoteEngine] = []
 
     @property
@@ -213,7 +196,6 @@ class RemoteEngines:
         self.look(frozenset())
 
     async def _keep(self, address: str) -> None:
-        """Open the engine of a worker and keep it until it is lost."""
         try:
             engine = await self._open_engine(address)
         except (RftError, OSError):  # the worker is gone or has no engine
@@ -231,23 +213,15 @@ class RemoteEngines:
 
 
 class RemoteEngineServer:
-    """Serves an engine of this worker to one remote client. Runs on the event loop of the worker; only `begin` and
-    `end` may be called from any thread.
+    """Serves an engine of this worker to one remote client: `begin` or, if there is no engine, `end`, then `run`.
 
-    Example:
-        async def handler(comm, key):
-            server = RemoteEngineServer(comm)
-            server.begin(engine, storage)    # or, if there is no engine: server.end(error)
-            await server.run()               # until the client is gone
-            return Status.dont_reply
+    Runs on the event loop of the worker; only `begin` and `end` may be called from any thread.
     """
 
     _storage: Storage
 
     def __init__(self, comm: Comm, *, alone: asyncio.Lock | None = None, may_load: bool = False) -> None:
-        """alone: lock of an engine that serves one call at a time. None: calls share the engine. may_load: True if the
-        client may load weights.
-        """
+        """alone: lock of an engine that serves one call at a time. None: calls share the engine."""
         self._comm, self._alone, self._may_load = comm, alone, may_load
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[list[Any]] = asyncio.Queue()

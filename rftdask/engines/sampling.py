@@ -1,7 +1,7 @@
 """Sampling: logits in, tokens and their logprobs out. Rows with different parameters share one batch.
 
-Knows nothing of models, caches or requests. Invariant: every operation is per row, and each row has its own seed, so
-with the same logits a row draws the same tokens whatever the other rows are.
+Invariant: every operation is per row, and each row has its own seed, so with the same logits a row draws the same
+tokens whatever the other rows are.
 
 Shapes: B = rows, V = vocabulary, T = tokens of a response.
 """
@@ -183,11 +183,7 @@ def sample_tokens(
 
 
 class Guides:
-    """Creates guides for responses of one model.
-
-    Args: tokenizer: fast tokenizer of the model. num_tokens: V, rows of the embedding. end_ids: tokens that end a
-        response.
-    """
+    """Creates guides for responses of one model. num_tokens: V, rows of the embedding."""
 
     def __init__(self, tokenizer: Any, num_tokens: int, end_ids: Sequence[int]) -> None:
         self._tokenizer, self._num_tokens, self._end_ids = tokenizer, num_tokens, list(end_ids)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,12 +37,9 @@ from rftdask.synchronizer.fingerprint import Fingerprint
 TARGET = "rftdask.engines.server:serve"
 """Entry point of the engine's child process, for `processes.child`."""
 
-_SMOKE_TOKENS = 2
-"""Tokens to sample in a smoke test: one from the prompt and one from the previous token."""
-_LOOK_S = 0.05
-"""Seconds between checks for a trainer rank that waits for the device, while the engine is idle."""
-_SHORT_PROMPT = 8
-"""Length of a smoke test prompt, in tokens."""
+_SMOKE_TOKENS = 2  # tokens to sample in a smoke test: one from the prompt and one from the previous token
+_LOOK_S = 0.05  # seconds between checks for a trainer rank that waits for the device, while the engine is idle
+_SHORT_PROMPT = 8  # length of a smoke test prompt, in tokens
 
 log = logging.getLogger(__name__)
 
@@ -180,18 +177,17 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     device_lock = DeviceLock.from_environment(exclusive=False)
     # The engine of the policy waits for ranks that need the device; other models are used while it holds the lock.
     waits = {"timeout_s": spec["device_lock_timeout_s"], "skip_gate": spec["section"]["model_path"] is not None}
-    engine = _make_engine(spec, device, None if device_lock is None else partial(device_lock.acquire, **waits))
+    if device_lock is not None:
+        device_lock.acquire(**waits)
+    engine = _make_engine(spec, device)
     client = _ClientOf(engine, spec, channel)
     client.send(Ready(engine.cache_tokens))
-    again = _smoke_requests(spec, longest=False)
-    """Smoke test requests to repeat after the first weights or adapters are loaded."""
-    rests = True
-    """True if the engine may leave the device."""
+    again = _smoke_requests(spec, longest=False)  # repeated after the first weights or adapters are loaded
+    rests = True  # the engine may leave the device
 
-    # One message at a time, in order: a `LoadWeights` that is not in flight waits until every
-    # request before it is answered, so no result mixes two versions.
-    # The second argument of iter would end the loop, but no message equals it: the process
-    # ends when its client has gone, see `Channel`.
+    # One message at a time, in order: a `LoadWeights` that is not in flight waits until every request before it is
+    # answered, so no result mixes two versions. The second argument of iter would end the loop, but no message equals
+    # it: the process ends when its client has gone, see `Channel`.
     for plain in channel if device_lock is None else iter(partial(channel.try_receive, _LOOK_S), channel):
         client.message = None if plain is None else FROM_CLIENT.decode(plain)
         while (message := client.message) is not None:
@@ -228,14 +224,15 @@ class _ClientOf:
         """Next message."""
         self._finished: list[Answer] = []
         """Results to send. Those of one step share a message, which costs more than its content."""
-        self._sampled: deque[Sampled] = deque()
-        """New tokens of streaming requests, added from any thread."""
+        self._sampled: deque[Sampled] = deque()  # new tokens of streaming requests, added from any thread
 
     def generate(self) -> None:
         """Serve requests from `message` on until none runs, and store the first message of another kind in it."""
         try:
             with _telling_memory(self._spec, "the engine generates"):
-                self._engine.serve(self._take, self._give)
+                self._engine.serve(
+                    self._take, lambda number, generation: self._finished.append(Answer(number, generation))
+                )
         finally:
             self._send_finished()
 
@@ -265,9 +262,6 @@ class _ClientOf:
             return asked.request
         number = asked.number
         return replace(asked.request, on_tokens=lambda tokens: self._sampled.append(Sampled(number, tokens)))
-
-    def _give(self, number: int, generation: Generation) -> None:
-        self._finished.append(Answer(number, generation))
 
     def _send_finished(self) -> None:
         if self._finished or self._sampled:
@@ -318,10 +312,8 @@ def _device(spec: Mapping[str, Any]) -> str:
     return use_device(section.num_gpus, "engine-" * spec["colocated"])
 
 
-def _make_engine(spec: Mapping[str, Any], device: str, wait: Callable[[], None] | None) -> Engine:
-    """Create the engine and serve a smoke test request of each kind. wait: acquires the device."""
-    if wait is not None:
-        wait()
+def _make_engine(spec: Mapping[str, Any], device: str) -> Engine:
+    """Create the engine and serve a smoke test request of each kind."""
     with _telling_memory(spec, "the engine loads its model"):
         engine = _load_engine(spec, device)
     # The longest prompt takes the most memory, so a model that does not fit fails here instead of during the run.

@@ -20,8 +20,7 @@ from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
 from rftdask.errors import EngineError, RftError, RoleError
 from rftdask.models.tinker_service import ANSWER_TIMEOUT_S, SEEDS, TinkerService, read_sampler_path
 
-_LOOK_S = 0.05
-"""Seconds between polls for new requests."""
+_LOOK_S = 0.05  # seconds between polls for new requests
 _CLOSE_S = 5.0
 
 

@@ -1,7 +1,7 @@
 """Engine that generates with a transformers model in this process, on a CPU or one GPU.
 
-Knows nothing of text. Invariants: responses are in the order of the requests; the computation depends neither on time
-nor on earlier calls, so the same call on the same weights gives the same bits.
+Invariant: the computation depends neither on time nor on earlier calls, so the same call on the same weights gives the
+same bits.
 
 Why not `model.generate`: it has one set of sampling parameters and one random stream per batch, keeps finished rows to
 the end, computes the prompt once per sibling of a group, and its logprobs differ from those in `base`.
@@ -111,8 +111,8 @@ class TransformersEngine(Engine):
         if report["missing_keys"]:  # transformers initializes them at random with only a warning
             raise DataError(f"model {model_path} lacks the weights {sorted(report['missing_keys'])}")
         self._loaded: PreTrainedModel | None = model
+        # Of the files loaded last. Empty for adapters and before the first load.
         self._loaded_files: list[list[Place]] = []
-        """Location of the tensors in the files loaded last. Empty for adapters and before the first load."""
         self._host_copy: HostCopy | None = None
         self._tokenizer: Any = None
         self._guides: Guides | None = None
@@ -201,11 +201,8 @@ class TransformersEngine(Engine):
                     batch.add(number, self._check(number, request))
                     may_enter = True
             # Waiting requests are retried only after an arrival or after rows have left.
-            if (
-                may_enter
-                and (not batch.numbers or can_join(cache))
-                and (num := batch.num_fitting(self.max_batch_tokens))
-            ):
+            may_enter = may_enter and (not batch.numbers or can_join(cache))
+            if may_enter and (num := batch.num_fitting(self.max_batch_tokens)):
                 alone = not batch.numbers
                 prompts, others = batch.enter(num, self.policy_version), DynamicCache(config=self._model.config)
                 # New prompts are computed into a separate cache. In a joint pass every running row would be padded to
@@ -278,13 +275,11 @@ class TransformersEngine(Engine):
         return output.logits[:, -1], experts
 
     def _read_images(self, prompts: Prompts) -> tuple[Tensor, DynamicCache, list[int]]:
-        """([D, V] logits after each prompt, their cache, and the position offset after each prompt).
-
-        Computed prompt by prompt, since models batch images in different ways.
-        """
+        """([D, V] logits after each prompt, their cache, and the position offset after each prompt)."""
         if self._routers is not None:
             raise RoleError(f"{self} cannot record the experts of prompts with images")
         cache, logits, shifts = DynamicCache(), list[Tensor](), list[int]()
+        # Prompt by prompt, since models batch images in different ways.
         for tokens_P, length, names in zip(prompts.tokens_DP, prompts.lengths, prompts.images, strict=True):
             own = DynamicCache(config=self._model.config.get_text_config())
             inputs, shift = with_images(self._model, tokens_P[None, -length:], names, self._images)
@@ -301,9 +296,7 @@ class TransformersEngine(Engine):
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
         """Load weights as in `Engine`, with the names of `state_dict()`. A mismatched name or shape changes nothing.
-
-        Adapters are not merged, as in the trainer; merged weights would differ by rounding.
-        """
+        Adapters are not merged, as in the trainer; merged weights would differ by rounding."""
         # Also between two steps, since tensors created here are changed by later loads.
         with torch.inference_mode(False):
             self._load(version, files)
@@ -395,9 +388,7 @@ class TransformersEngine(Engine):
 
 
 def can_join(cache: DynamicCache) -> bool:
-    """True if rows of different lengths fit into one cache. False if a layer keeps a window or a state instead of all
-    keys, since it stores one token count for all rows.
-    """
+    """True if rows of different lengths fit into one cache: no layer keeps a window or a state instead of all keys."""
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
@@ -460,13 +451,13 @@ class Place:
 
 
 def places_of(file: Path) -> list[Place]:
-    """Tensor name -> location in a file."""
+    """Locations of the tensors in a file, in order."""
     head, start = read_file_head(file)
     head.pop("__metadata__", None)
-    places = []
-    for name, told in head.items():
-        begin, end = told["data_offsets"]
-        places.append(Place(name, _DTYPES.get(told["dtype"]), start + begin, start + end))
+    places = (
+        Place(name, _DTYPES.get(told["dtype"]), *(start + offset for offset in told["data_offsets"]))
+        for name, told in head.items()
+    )
     return sorted(places, key=lambda place: place.begin)
 
 

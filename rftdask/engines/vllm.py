@@ -58,14 +58,10 @@ CAUSE_FILE = "RFTDASK_ENGINE_CAUSE"
 """Environment variable with the file for the first fatal error of vLLM's processes."""
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0. Below it vLLM samples at this temperature."""
-_LOOK_S = 0.005
-"""Seconds between polls for new requests while others run: less than a step of any relevant model."""
-_STOP_S = 10.0
-"""Seconds for vLLM's tasks on the event loop to end."""
-_FIRST = "default"
-"""Version that vLLM reports until it is set."""
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Maximum LoRA ranks that vLLM supports."""
+_LOOK_S = 0.005  # seconds between polls for new requests while others run: less than a step of any relevant model
+_STOP_S = 10.0  # seconds for vLLM's tasks on the event loop to end
+_FIRST = "default"  # version that vLLM reports until it is set
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum LoRA ranks that vLLM supports
 
 _CPU_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -120,14 +116,8 @@ class VllmEngine(Engine):
         "(explorer.rollout_model.tensor_parallel_size)"
     )
     config_keys = (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "enable_expert_parallel",
-        "enforce_eager",
-        "enable_prefix_caching",
-        "enable_chunked_prefill",
-        "gpu_memory_utilization",
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"),
+        *("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "gpu_memory_utilization"),
         "extra_engine_args",
     )
 
@@ -167,10 +157,8 @@ class VllmEngine(Engine):
             **(_lora_args(lora_rank) if lora_rank else {}),
             **(engine_args or {}),
         }
-        self._sleeps = device != "cpu" and DEVICES_VARIABLE in os.environ
-        """True if it shares its GPUs with a trainer."""
-        self._lacks_cache = False
-        """True if only the weights, not the cache, are back on its GPUs."""
+        self._sleeps = device != "cpu" and DEVICES_VARIABLE in os.environ  # shares its GPUs with a trainer
+        self._lacks_cache = False  # only the weights are back on its GPUs
         if self._sleeps:
             self._args["enable_sleep_mode"] = True
         if device == "cpu":
@@ -310,11 +298,10 @@ class VllmEngine(Engine):
             found = output.prompt_logprobs  # position -> token -> logprob
             return tuple(found[place][token].logprob for place, token in enumerate(response, len(prompt)))
 
-        self._make_cache()
-
         async def score_all() -> list[tuple[float, ...]]:
             return list(await asyncio.gather(*(score(prompt, response) for prompt, response in pairs)))
 
+        self._make_cache()
         sampling = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -366,8 +353,7 @@ class VllmEngine(Engine):
         return outputs
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
-        """Load weights as in `Engine`. Running requests continue with the new weights: vLLM recomputes their keys and
-        values."""
+        """See Engine. Running requests continue with the new weights: vLLM recomputes their keys and values."""
         self._run(self._load(version, files), f"loading version {version}")
         self.policy_version = version
 
@@ -401,8 +387,7 @@ class VllmEngine(Engine):
         await self._llm.resume_generation()
 
     def load_anew(self, version: int, files: Sequence[Path]) -> None:
-        """Restart vLLM with these weights in the model folder, which takes about a minute. Running requests are
-        lost."""
+        """Restart vLLM with these weights in the model folder, which takes a minute. Running requests are lost."""
         if any(file.name == ADAPTER_FILE for file in files):
             self._start(self.model_path)
             self.load_weights(version, files)
@@ -533,8 +518,7 @@ class VllmEngine(Engine):
 def cache_tokens(config: VllmConfig) -> int | None:
     """Capacity of the cache in tokens, over all replicas. None: the model has no such cache."""
     cache = config.cache_config
-    # Newer releases count per kind of layer, since blocks are not tokens in models with several kinds. That count is
-    # per replica, while the blocks are those of all replicas.
+    # Newer releases count tokens per replica, since blocks are not tokens in models with several kinds of layers.
     of_copy: int | None = getattr(cache, "kv_cache_size_tokens", None)
     if of_copy is not None:
         return of_copy * config.parallel_config.data_parallel_size or None

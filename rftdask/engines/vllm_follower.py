@@ -29,13 +29,12 @@ ADDRESS = "VLLM_HOST_IP"
 """Environment variable of vLLM: address of this node for the others."""
 _OVER = "over"
 _LOOK_S = 0.2
-_TELL_S = 60.0
-"""Seconds for the engine to report the reason after a part of vLLM has ended, before the job ends."""
+_TELL_S = 60.0  # seconds for the engine to report the reason after a part of vLLM has ended, before the job ends
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of an engine. Example: Nodes.of_this_process() == Nodes(2, Path("/run/control/private/engine-7-0"))"""
+    """Nodes of an engine."""
 
     count: int
     folder: Path

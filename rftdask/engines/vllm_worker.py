@@ -23,8 +23,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler as KernelSampler
 
 from rftdask.engines.vllm import CAUSE_FILE, end_with_engine
 
-_GREEDY_BELOW = 1e-5
-"""Temperature below which vLLM samples greedily."""
+_GREEDY_BELOW = 1e-5  # temperature below which vLLM samples greedily
 _WHERE_PROCESSES_END = ("vllm.v1.executor.multiproc_executor", "vllm.v1.engine.core")
 """Modules of vLLM that log fatal errors of a worker or the engine core; others log recoverable errors."""
 
@@ -41,8 +40,7 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
     _temperature_B: Tensor | None = None
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: object, **kwargs: object) -> object:
-        temperature_B = None if sampling_metadata.all_greedy else sampling_metadata.temperature
-        self._temperature_B = temperature_B
+        self._temperature_B = None if sampling_metadata.all_greedy else sampling_metadata.temperature
         try:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         finally:
@@ -58,12 +56,8 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
         """[B, V] float32 logprobs of `logits`, or of those before grammars; with temperature while sampling."""
         if self.unmasked_BV is not None:
             logits = self.unmasked_BV
-        temperature_B = self._temperature_B
-        if temperature_B is not None:
-            # Greedy rows have temperature 0 in vLLM; their logprobs are those of softmax(logits), see
-            # `SamplingParams`.
-            scale_B = torch.where(temperature_B < _GREEDY_BELOW, 1.0, temperature_B)
-            logits = logits.float() / scale_B[:, None]
+        if self._temperature_B is not None:
+            logits = _tempered(logits, self._temperature_B)
         return logits.log_softmax(dim=-1, dtype=torch.float32)
 
 
@@ -90,9 +84,7 @@ class TemperedKernelSampler(KernelSampler):  # type: ignore[misc]  # without typ
         if self.unmasked_BV is not None:
             logits, self.unmasked_BV = self.unmasked_BV, None
         if return_logprobs:
-            temperature_B = self.sampling_states.temperature.gpu[expanded_idx_mapping.long()]
-            scale_B = torch.where(temperature_B < _GREEDY_BELOW, 1.0, temperature_B)
-            logits = logits.float() / scale_B[:, None]
+            logits = _tempered(logits, self.sampling_states.temperature.gpu[expanded_idx_mapping.long()])
         return tokens, logits
 
 
@@ -129,8 +121,7 @@ class WeightWorker:
         return True
 
     def load_published(self, files: Sequence[str]) -> None:
-        """Replace the weights by the tensors in `files`, with only the first name of tied tensors, and clear derived
-        data."""
+        """Replace the weights by the tensors in `files`, with only the first name of tied tensors."""
         model = self.model_runner.get_model()
         tied = list(_tied_heads(model))
         self.model_runner.reload_weights(weights_iterator=_tensors(files))
@@ -149,6 +140,11 @@ def _keeping_logits(sampler: Any, apply: Callable[..., None]) -> Callable[..., N
         apply(*args)
 
     return keep_and_apply
+
+
+def _tempered(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
+    # Greedy rows have temperature 0 in vLLM; their logprobs are those of softmax(logits), see `SamplingParams`.
+    return logits_BV.float() / torch.where(temperature_B < _GREEDY_BELOW, 1.0, temperature_B)[:, None]
 
 
 def _let_end(logits_BV: Tensor, end_ids: Sequence[int]) -> Tensor:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-_FREE_TIMEOUT_S = 30.0
-"""Seconds to wait for the memory of a killed process, which is freed after its locks."""
+_FREE_TIMEOUT_S = 30.0  # seconds to wait for the memory of a killed process, which is freed after its locks
 _POLL_INTERVAL_S = 0.1
 
 
@@ -29,8 +28,7 @@ class HostCopy:
         storages = {}
         for tensor in tensors:
             tensor = tensor.detach()
-            tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = tensor.untyped_storage()
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
             if storage.device.type == device.type and storage.nbytes():
                 storages[storage.data_ptr()] = storage  # once for tied tensors
         on_gpu = device.type == "cuda"

@@ -40,7 +40,7 @@ def begin(model: PreTrainedModel, section: LoraConfig) -> dict[str, Any]:
     Raises: DataError: no layer matches, or the initial adapter is missing or does not fit.
     """
     if section.path is not None:  # its settings override those of the section
-        settings = _settings_in(section.path)
+        settings = _read_settings(Path(section.path) / ADAPTER_CONFIG_FILE)
     else:
         target, exclude = section.target_modules, section.exclude_modules
         settings = {
@@ -69,24 +69,23 @@ def needs_weights(section: LoraConfig) -> bool:
     """True if `begin` initializes adapters from the model's weights, as DoRA does. Raises: DataError."""
     if section.path is None:
         return section.use_dora
-    return bool(_settings_in(section.path).get("use_dora"))
+    return bool(_read_settings(Path(section.path) / ADAPTER_CONFIG_FILE).get("use_dora"))
 
 
 def largest_rank(section: LoraConfig) -> int:
     """Return the largest rank of the adapters of a section: `lora_rank`, or that in its folder. Raises: DataError."""
     if section.path is None:
         return section.lora_rank
-    settings = _settings_in(section.path)
+    settings = _read_settings(Path(section.path) / ADAPTER_CONFIG_FILE)
     ranks: list[int] = [settings.get("r", section.lora_rank), *(settings.get("rank_pattern") or {}).values()]
     return max(ranks)
 
 
 def initial_files(section: LoraConfig) -> list[Path]:
-    """Return the files of the adapter that training begins with. Empty: a new one, without effect. Raises: DataError:
-    the folder has no adapter of PEFT."""
+    """Return the files of the adapter that training begins with. Empty: a new one. Raises: DataError."""
     if section.path is None:
         return []
-    _settings_in(section.path)
+    _read_settings(Path(section.path) / ADAPTER_CONFIG_FILE)
     return [Path(section.path) / name for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE)]
 
 
@@ -123,13 +122,11 @@ def adapter_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Load the values of a PEFT file into the adapters of `model`.
-
-    By default PEFT also saves the base weights of a head or of embeddings with adapters; they must be those of `model`.
-    Raises: DataError: names, shapes or base weights differ.
-    """
+    """Load the values of a PEFT file into the adapters of `model`. Raises: DataError: names, shapes or base weights
+    differ."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = adapter_names(model)
+    # By default PEFT also saves the base weights of a head or of embeddings with adapters.
     base = {
         name: parameters[name.removeprefix(_PREFIX)] for name in tensors if name.removeprefix(_PREFIX) in parameters
     }
@@ -223,10 +220,6 @@ def _tuned_layers(model: torch.nn.Module) -> list[BaseTunerLayer]:
     from peft.tuners.tuners_utils import BaseTunerLayer  # late: only runs with adapters need PEFT
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-
-
-def _settings_in(folder: str) -> dict[str, Any]:
-    return _read_settings(Path(folder) / ADAPTER_CONFIG_FILE)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from rftdask.errors import DataError
 
-_SIZES = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in configurations."""
+_SIZES = ("num_experts", "num_local_experts", "n_routed_experts")  # names of the number of experts in configurations
 
 
 def routers_of(model: PreTrainedModel) -> tuple[list[torch.nn.Module], int]:
@@ -41,14 +40,8 @@ def routers_of(model: PreTrainedModel) -> tuple[list[torch.nn.Module], int]:
 
 
 class Routers:
-    """Records or replays the choices of all routers of a model.
-
-    Example:
-        routers = Routers(model)
-        model(tokens)
-        taken_SRK = routers.taken()
-        routers.give(taken_SRK)  # for all later passes, including recomputation in the backward pass
-    """
+    """Records the choices of all routers of a model (`taken`), or replays them (`give`) in all later passes, including
+    recomputation in the backward pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Hook into every later pass of `model`. Raises: DataError: the model has no routers, or hides them."""
@@ -58,8 +51,7 @@ class Routers:
         self.num_taken = int(config.num_experts_per_tok)
         """K."""
         self._num_experts = next((int(getattr(config, name)) for name in _SIZES if hasattr(config, name)), 0)
-        self._taken: list[list[Tensor]] = [[] for _ in routers]
-        """[S, K] int64 of each choice of the last pass."""
+        self._taken: list[list[Tensor]] = [[] for _ in routers]  # [S, K] int64 of each choice of the last pass
         self._given_SRK: Tensor | None = None
         self._same: list[tuple[Tensor, Tensor]] = []
         # The parent of each router, since some models choose in it.
@@ -136,16 +128,8 @@ class _Choosing(TorchFunctionMode):
 
 
 class RouterLoss:
-    """Auxiliary loss that balances the use of experts, over all tokens of a pass, prompts included.
-
-    Invariant: the outputs of the model do not change.
-
-    Example:
-        router_loss = RouterLoss(model, coef=0.001)
-        with router_loss.listening():
-            loss = compute_loss(model(...))
-        (loss + router_loss.term(share=1.0)).backward()
-    """
+    """Auxiliary loss that balances the use of experts, over all tokens of a pass in a block of `listening`, prompts
+    included. Invariant: the outputs of the model do not change."""
 
     def __init__(self, model: PreTrainedModel, coef: float) -> None:
         """Raises: DataError: transformers does not know routers in the model."""
@@ -155,11 +139,9 @@ class RouterLoss:
             raise DataError(f"trainer.router_aux_loss_coef {coef}: {error}; leave it out") from error
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # late: few models need it
 
-        self._loss = load_balancing_loss_func
-        self._coef = coef
+        self._loss, self._coef = load_balancing_loss_func, coef
         self._experts_per_token = int(model.config.get_text_config().num_experts_per_tok)
-        self._logits: list[Tensor] = []
-        """[S, E] logits of each router and call in the last pass, E experts."""
+        self._logits: list[Tensor] = []  # [S, E] logits of each router and call in the last pass, E experts
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -180,12 +162,10 @@ class RouterLoss:
         """Return [] the term of the last pass in the loss of an update, with gradient.
 
         E sum_e f_e P_e with f_e the fraction of tokens routed to expert e times the experts per token, and P_e its mean
-        probability. It equals the experts per token if all experts are used equally. Source: Switch Transformer,
-        arXiv:2101.03961, equations 4 to 6, over all layers together as in transformers.
+        probability. Source: Switch Transformer, arXiv:2101.03961, equations 4 to 6, over all layers together as in
+        transformers.
 
         Args: share: fraction of the update's tokens in the pass, 0 to 1.
         """
-        num_experts = self._logits[0].shape[-1]
-        # transformers annotates a tuple of length one.
-        logits: Any = tuple(self._logits)
-        return share * self._coef * cast(Tensor, self._loss(logits, num_experts, self._experts_per_token))
+        logits: Any = tuple(self._logits)  # transformers annotates a tuple of length one
+        return share * self._coef * cast(Tensor, self._loss(logits, logits[0].shape[-1], self._experts_per_token))

@@ -28,8 +28,7 @@ SEEDS = 2**31
 ANSWER_TIMEOUT_S = 1200.0
 """Seconds to wait for one answer of the service, which queues requests for minutes when it is busy; shorter than the
 heartbeat timeout of a trainer rank."""
-_REFUSED = (400, 401, 402, 403, 404, 405, 413, 422)
-"""Status codes that a retry would get again."""
+_REFUSED = (400, 401, 402, 403, 404, 405, 413, 422)  # status codes that a retry would get again
 
 
 def require_key() -> str:
@@ -46,12 +45,8 @@ class TinkerService:
     def __init__(
         self, base_url: str | None, *, timeout_s: float = ANSWER_TIMEOUT_S, lost: type[RftError] = ProcessLostError
     ) -> None:
-        """Open the session.
-
-        Args:
-            base_url: None: the hosted service.
-            timeout_s: seconds to wait for an answer.
-            lost: class of the error to raise if the service fails or does not answer.
+        """
+        Args: base_url: None: the hosted service. lost: error to raise if the service fails or does not answer.
         Raises: UserError: no key, no package, or the service rejects the request; `lost`.
         """
         key = require_key()
@@ -71,11 +66,8 @@ class TinkerService:
         self.client = self.ask("opening a session", connect)
 
     def result_of(self, doing: str, answer: Any, timeout_s: float | None = None) -> Any:
-        """Wait for a future of the SDK.
+        """Wait for a future of the SDK. doing: the request, for error texts: "while <doing>".
 
-        Args:
-            doing: the request, for error texts: "while <doing>".
-            timeout_s: None: that of the service.
         Raises: UserError: the service rejects the request; `lost`; errors of the answer itself.
         """
         import tinker  # late, as above

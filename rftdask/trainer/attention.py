@@ -1,8 +1,7 @@
 """Attention over packed rows: every token attends to its own row up to itself, and to no other row.
 
 An attention implementation of transformers, registered as `PACKED`; a model called with `spans` passes them on to it.
-Without `spans` it is plain SDPA, so generation and scoring of unpacked rows work as before. A model is tested when it
-is loaded, and packs rows only if the results are right (`pack_if_equal`).
+Without `spans` it is plain SDPA. A model packs rows only if the results are right (`pack_if_equal`).
 
 On a GPU in half precision the variable-length kernel of PyTorch handles all rows in one call. Elsewhere SDPA runs over
 batches of pieces of one size, without mask and padding. On a CPU a block-diagonal mask over the whole sequence took
@@ -159,12 +158,8 @@ AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
 def hidden_states(model: torch.nn.Module, rows: PackedRows) -> Tensor:
-    """Return [S, H] last hidden states of the rows' tokens, or of this rank's part if the rows are split.
-
-    A model that does not pack computes one row after another, without padding: slower for many short rows.
-
-    Args: model: a causal language model or its body.
-    """
+    """Return [S, H] last hidden states of the rows' tokens, or of this rank's part if the rows are split. model: a
+    causal language model or its body; one that does not pack computes row after row."""
     body: Any = getattr(model, "base_model", model)
     if body.config._attn_implementation == PACKED and (rows.images is None or packs_images(body)):
         return _packed_states(body, rows)

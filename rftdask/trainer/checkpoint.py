@@ -176,8 +176,7 @@ class Checkpoints:
         self._in_background = strategy != "single_thread"
         self._background = Background("saver")
         self._spare: Mapping[str, Data] = {}
-        self._interim: dict[int, bool] = {}
-        """Step -> value in its manifest, cached."""
+        self._interim: dict[int, bool] = {}  # step -> value in its manifest, cached
         self.on_commit: Callable[[int], None] = lambda step: None
         """Called with the step of every written checkpoint, from any thread."""
 

@@ -53,8 +53,7 @@ _CANCEL_TIMEOUT_S = 30.0
 _POLL_INTERVAL_S = 0.05
 _CAUSE_TIMEOUT_S = 5.0
 """Seconds to wait for the error of the rank that failed first, if its peers report their loss of it before."""
-_RESULT_TIMEOUT_S = 600.0
-"""Seconds to fetch a result, which is small, while Dask knows of no lost worker."""
+_RESULT_TIMEOUT_S = 600.0  # seconds to fetch a result, which is small, while Dask knows of no lost worker
 MAX_TAKEN = 20
 """Largest number of losses without a new step to a batch system that takes workers (preemption, walltime)."""
 _FAILED = ("error", "cancelled", "lost")

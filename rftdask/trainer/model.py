@@ -77,10 +77,8 @@ def load_policy(
         offline: look up names only in the cache of this machine.
         num_splits: number of ranks that split each sequence.
         scalar_head: load a reward model, whose head gives one number; the head of a language model starts at 0.
-        spread: turns meta weights into DTensors, so that this rank only reads its part; a strategy lays them out
-            later, and the caller runs `check_model`. None: all weights are read.
-    Raises: DataError: the folder is incomplete or damaged, the model's logits are not lm_head(hidden states), or its
-    sequences cannot be split.
+        spread: `Strategy.spread`, after which the caller runs `check_model`. None: all weights are read.
+    Raises: DataError: the folder is incomplete or damaged, or as `check_model`.
     """
     source = staged(local_model(model_path))
     folder = Path(source)
@@ -128,11 +126,7 @@ def load_policy(
 
 @contextmanager
 def _reading_parts(spread: Callable[[PreTrainedModel], None] | None, device: str) -> Iterator[None]:
-    """Make transformers read only this rank's part of each weight in the block, directly to `device`.
-
-    transformers can fill DTensors, converting old names and layouts, but creates them by its own plans. Here they are
-    created just before it reads.
-    """
+    """Make transformers read only this rank's part of each weight in the block, directly to `device`."""
     if spread is None:
         yield
         return
@@ -140,6 +134,7 @@ def _reading_parts(spread: Callable[[PreTrainedModel], None] | None, device: str
     original = patched._load_pretrained_model
 
     def load(model: PreTrainedModel, state_dict: Any, files: list[str], settings: Any, *_: Any) -> Any:
+        # transformers can fill DTensors, converting old names and layouts, but creates them by its own plans.
         spread(model)
         with ExitStack() as opened:
             weights: dict[str, Any] = dict(state_dict or {})
@@ -172,7 +167,6 @@ def check_model(model: PreTrainedModel, num_splits: int, *, has_logits: bool = T
 
     If ranks hold parts of its weights, all of them must call this (`Strategy.within`).
 
-    Args: num_splits: as in `load_policy`. has_logits: its logits are used.
     Raises: DataError: its logits are not lm_head(hidden states), or its sequences cannot be split.
     """
     training, model_path = model.training, str(model.config.name_or_path)
@@ -192,9 +186,8 @@ def check_model(model: PreTrainedModel, num_splits: int, *, has_logits: bool = T
 
 def frozen_dtype(model_path: str) -> str:
     """Return the data type for weights that are never trained: "bfloat16" or "float16" if all tensors in the files have
-    that type, else "float32". The configuration may differ from the files, so their heads are read.
-    """
-    kinds = set()
+    that type, else "float32"."""
+    kinds = set()  # of the files, from which the configuration may differ
     for file in Path(local_model(model_path)).glob("*.safetensors"):
         kinds |= {entry["dtype"] for name, entry in read_file_head(file)[0].items() if name != "__metadata__"}
     return {frozenset({"BF16"}): "bfloat16", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "float32")
@@ -235,8 +228,7 @@ def compute_wide(model: torch.nn.Module) -> None:
 
 
 def turn_off_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout probability of a model to 0, in place; training mode stays, since layers need it to decide
-    whether to recompute activations."""
+    """Set every dropout probability to 0, in place; layers need training mode to decide about recomputation."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -266,12 +258,10 @@ def _check_head(model: PreTrainedModel, model_path: str) -> None:
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """Hidden states of a teacher for packed rows, from which its logits are computed in chunks."""
+    """Hidden states of a teacher for packed rows, from which its head computes logits in chunks."""
 
     states_QH: Tensor
-    """`predicting_states` of the teacher."""
     head: torch.nn.Module
-    """Computes logits from the states."""
     divergence: Callable[[Tensor, Tensor], Tensor]
     """([Q, V] logits of the policy, of the teacher) -> [Q]; see `PolicyLoss.divergence`."""
 
@@ -368,10 +358,7 @@ def entropy_and_change(logprobs_QV: Tensor) -> Tensor:
 
 @torch.no_grad()
 def entropy_signals(score: Callable[..., tuple[Tensor, Tensor | None]], **inputs: Any) -> Tensor:
-    """Return [B, T, 3]: logprob, entropy and expected entropy change of every response token.
-
-    score: `token_logprobs` of a model, called with the inputs.
-    """
+    """Return [B, T, 3]: logprob, entropy and expected entropy change of every response token, by `token_logprobs`."""
     logprobs_BT, signals_BT2 = score(**inputs, statistic=entropy_and_change)
     assert signals_BT2 is not None
     return torch.cat([logprobs_BT[..., None], signals_BT2], dim=-1)
@@ -386,10 +373,7 @@ def _score(
     wanted: Callable[[Tensor], Tensor] | bool,
     teacher: TeacherStates | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return [Q] logprobs, and [Q] entropies (wanted: True), a statistic or nothing (False); [Q, 2] with a teacher.
-
-    states_QH: states of the teacher at these positions.
-    """
+    """Return [Q] logprobs, and [Q] entropies (wanted: True), a statistic or nothing (False); [Q, 2] with a teacher."""
     # Statistics have no gradient.
     with torch.set_grad_enabled(torch.is_grad_enabled() and not callable(wanted)):
         logits_QV = head(hidden_QH).float()
@@ -464,10 +448,8 @@ def dtype_at_rest(model_path: str, *, trust_remote_code: bool = False, offline: 
 
 
 def read_only_files(model_path: str) -> dict[str, bytes]:
-    """Return the files of a model that training does not change: configurations, tokenizer, chat template, code.
-
-    Call it after the model is loaded, which downloads a model of the Hub.
-    """
+    """Return the files that training does not change: configurations, tokenizer, chat template, code. Call it after the
+    model is loaded, which downloads a model of the Hub."""
     source = Path(local_model(model_path))
     files = {file for pattern in _READ_ONLY for file in source.glob(pattern) if file.is_file()}
     return {file.name: file.read_bytes() for file in sorted(files)}
@@ -509,9 +491,8 @@ def export_hf(
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
     if dtype is not None:  # has the dtype of the model, to which the loader would convert
-        path.write_text(
-            json.dumps(json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}, indent=2)
-        )
+        config = json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+        path.write_text(json.dumps(config, indent=2))
     copied = dict(files or {})
     # A reward model that began as a language model, or a head with an adapter of its own, has another configuration.
     read, ties = json.loads(copied.get("config.json", b"{}")), type(model.config)().tie_word_embeddings

@@ -91,21 +91,15 @@ def all_ranks() -> Ranks:
     return ProcessRanks() if connected else Ranks()
 
 
-_OWN_FAULTS = ("ncclInvalidUsage", "ncclInvalidArgument")
-"""NCCL's names of permanent errors, such as two ranks on one GPU."""
-
-
 def lost_peer(error: RuntimeError) -> RoleError | None:
-    """Translate an error of communication between ranks; None: the error is of another kind.
-
-    PeerLostError if another rank does not answer, else a RoleError for a mistake of this rank that NCCL reports.
-    """
+    """Translate an error of communication between ranks: PeerLostError if another rank does not answer, RoleError for a
+    mistake of this rank that NCCL reports; None: the error is of another kind."""
     text = str(error)
     if "NCCL" in text or "nccl" in text:
         # NCCL names the cause in its last line. Frames of torch's code follow.
         lines = [line.strip() for line in text.partition("Exception raised from")[0].splitlines()]
         report = "; ".join(line for line in lines if line)[:1000]
-        if any(fault in text for fault in _OWN_FAULTS):
+        if "ncclInvalidUsage" in text or "ncclInvalidArgument" in text:  # permanent, such as two ranks on one GPU
             return RoleError(f"NCCL: {report}")
         return PeerLostError(f"NCCL: {report}{_last_calls()}")
     # By text: torch has no class for gloo's errors of a broken connection.

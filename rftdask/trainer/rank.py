@@ -83,10 +83,8 @@ _COLLECTIVE_TIMEOUT_S = 1800
 and exceeds the time that a rank may be busy, for example writing weights. Ranks do not wait for data: meanwhile rank 0
 sends a message several times a second.
 """
-_Rows = SftRows | PreferenceRows | LabeledRows | TextRows
-"""Converts rows of a dataset to sequences."""
-_POLL_INTERVAL_S = 0.2
-"""Seconds between two reads of a request file in storage."""
+_Rows = SftRows | PreferenceRows | LabeledRows | TextRows  # converts rows of a dataset to sequences
+_POLL_INTERVAL_S = 0.2  # seconds between two reads of a request file in storage
 NO_BASELINE = "no_baseline"
 """Drop reason of rollouts whose greedy sibling failed."""
 

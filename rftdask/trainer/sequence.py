@@ -29,13 +29,12 @@ _not_compiled: Callable[[_Function], _Function] = torch.compiler.disable
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """Split of one sequence of tokens. Letters: S tokens of the sequence; s tokens and h heads of this rank.
+    """Split of one sequence of tokens, such as 7 over two ranks into tokens 0, 1, 2 and 3, 4, 5, 6.
 
-    Example: 7 tokens over two ranks are tokens 0, 1, 2 and 3, 4, 5, 6.
+    Letters: S tokens of the sequence; s tokens and h heads of this rank.
     """
 
     ranks: Ranks
-    """Ranks of the group, in the order of their parts."""
     num_tokens: int
     """S."""
 

@@ -50,8 +50,7 @@ _BATCH_POLL_S = 0.2
 """Seconds that rank 0 waits for a batch before it checks for stop or publish requests and broadcasts the result."""
 _HEARTBEAT_INTERVAL_S = 5.0
 _DEVICE_POLL_S = 0.02
-_PREFETCH_POLL_S = 0.1
-"""Shortest pause between two searches for the next batch while one trains."""
+_PREFETCH_POLL_S = 0.1  # shortest pause between two searches for the next batch while one trains
 _TEXTS = ("uids", "images")
 _TOKEN_ARRAYS = ("tokens", "rollout_logprobs", "loss_mask")
 """Arrays that a rank only has for the rows that it computes; so are experts, which may be missing."""

@@ -42,27 +42,21 @@ class TrainEngine(ABC):
         """
 
     def rows_to_compute(self, batch: TrainingBatch, step: int) -> np.ndarray | None:
-        """Return the [M] row numbers whose tokens this rank needs for `train_step`; None: all rows.
-
-        `batch` has no tokens yet. Called by all ranks if there are several.
-        """
+        """Return the [M] row numbers whose tokens this rank needs for `train_step`; None: all rows. `batch` has no
+        tokens yet. Called by all ranks if there are several."""
         return None
 
     def evaluate(self, batches: Sequence[TrainingBatch]) -> dict[str, float]:
-        """Return means of loss and metrics over all batches, without training; {}: nothing is measured.
-
-        Called by all ranks.
-        """
+        """Return means of loss and metrics over all batches, without training; {}: nothing is measured. Called by all
+        ranks."""
         return {}
 
     @abstractmethod
     def weights(self) -> Mapping[str, Data]:
-        """Return a copy of the weights that explorers load, file name -> bytes.
-
-        The files hold the policy's state dict in safetensors format, tied tensors once, in the data type in which
-        engines compute; or only the adapters, if only they are trained. Called by all ranks; each gets the files that
-        it must write. If several ranks have a file, that of the lowest rank is written.
-        """
+        """Return a copy of the weights that explorers load, file name -> bytes: the policy's state dict in safetensors
+        format, tied tensors once, in the data type in which engines compute; or only the adapters, if only they are
+        trained. Called by all ranks; each gets the files that it must write. If several have a file, that of the lowest
+        rank is written."""
 
     def reuse(self, files: Mapping[str, Data]) -> None:  # noqa: B027 (an engine may make new memory each time)
         """Take back files of `weights` or `state_files` that are no longer read; their memory may be overwritten."""
@@ -74,9 +68,7 @@ class TrainEngine(ABC):
     @abstractmethod
     def state_files(self) -> Mapping[str, Data]:
         """Return a copy of policy, optimizer and random state, from which `load_state_files` restores the same bits.
-
-        Called by all ranks; each gets the files that it must write.
-        """
+        Called by all ranks; each gets the files that it must write."""
 
     @abstractmethod
     def load_state_files(self, files: Mapping[str, Data]) -> None:

@@ -61,12 +61,7 @@ class Critic:
         plugin_dirs: Sequence[str] = (),
         num_splits: int = 1,
     ) -> None:
-        """
-        Args:
-            policy: the model whose body the critic starts from.
-            optimizer: the policy's section; everything but the learning rate is taken from it.
-            num_splits: as in `load_policy`.
-        """
+        """policy: the model whose body the critic starts from. optimizer: the policy's, for all but the rate."""
         body: Any = policy.base_model
         self.model = ValueModel(body, policy.config.hidden_size).to(device=policy.device, dtype=policy.dtype)
         self._cliprange_value = section.cliprange_value
@@ -96,11 +91,7 @@ class Critic:
     ) -> dict[str, float]:
         """Make one update toward the returns, over the trained tokens of a mini-batch.
 
-        Args:
-            plan: micro-batches of these rows.
-            indices: row numbers of the mini-batch.
-            old_Q: the values that the returns were computed with.
-            update, step: as in `ModelOptimizer.step`.
+        Args: plan: micro-batches of the rows `indices`. old_Q: the values that the returns were computed with.
         Raises: RoleError: the loss or its gradient is not finite.
         """
         # A mean over the trained tokens of the mini-batch, whose terms add up over micro-batches and ranks.

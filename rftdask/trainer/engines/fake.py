@@ -31,17 +31,14 @@ class FakeTrainEngine(TrainEngine):
         self._digest = b"start"
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """Fold the step and its batch into the digest; the loss is 0."""
         content = "\n".join(batch.uids).encode() + batch.tokens.tobytes() + batch.rewards.tobytes()
         self._digest = hashlib.sha256(self._digest + str(step).encode() + content).digest()
         return {"loss": 0.0}
 
     def evaluate(self, batches: Sequence[TrainingBatch]) -> dict[str, float]:
-        """Return a loss of 0."""
         return {"loss": 0.0}
 
     def weights(self) -> Mapping[str, bytes]:
-        """Return the digest as a safetensors file."""
         return {MODEL_FILE: self._bytes()}
 
     def _bytes(self) -> bytes:
@@ -49,13 +46,10 @@ class FakeTrainEngine(TrainEngine):
         return save(tensors, {"format": "np"})
 
     def state_files(self) -> dict[str, bytes]:
-        """Return the digest; the fake has neither an optimizer nor a random state."""
         return {CHECKPOINT_MODEL_FILE: self._bytes()}
 
     def load_state_files(self, files: Mapping[str, Data]) -> None:
-        """Restore the digest of a checkpoint."""
         self._digest = load(bytes(files[CHECKPOINT_MODEL_FILE]))["digest"].tobytes()
 
     def export_files(self) -> Mapping[str, bytes]:
-        """Return `weights`; without a model they are not a folder that transformers reads."""
-        return self.weights()
+        return self.weights()  # not a folder that transformers reads

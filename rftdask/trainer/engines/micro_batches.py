@@ -71,15 +71,11 @@ class DeviceBatch:
 
     def by_turns(self) -> DeviceBatch:
         """Return the same response tokens with each turn as a row; `self` if each row is one turn."""
-        if len(self._batch.turns) == len(self._batch):
-            return self
-        return DeviceBatch(self._batch.by_turns(), self._device)
+        is_same = len(self._batch.turns) == len(self._batch)
+        return self if is_same else DeviceBatch(self._batch.by_turns(), self._device)
 
     def positions(self, indices: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ([B, T] int64 positions in Q of some rows' tokens, [B, T] bool: False beyond a row's end) on `device`.
-
-        T is the longest response of these rows.
-        """
+        """Return ([B, T] int64 positions in Q of some rows' tokens, [B, T] bool: True if they exist) on `device`."""
         # Computed on the host, which knows the lengths: reading them from a GPU would wait for its forward pass.
         lengths_B, starts_B = self._lengths[indices], self._starts[indices]
         column_T = np.arange(lengths_B.max(initial=0))
@@ -102,9 +98,7 @@ class DeviceBatch:
     def exchange(self, values_Q: Tensor, computed: Sequence[np.ndarray]) -> Tensor:
         """Return [Q], or [Q, K], with the values of rows that other ranks computed filled in. Called by all ranks.
 
-        Args:
-            values_Q: valid at the rows that this rank computed.
-            computed: row numbers by rank; each row belongs to one rank.
+        computed: row numbers by rank, of which `values_Q` is valid; each row belongs to one rank.
         """
         if self._ranks.size == 1:
             return values_Q
@@ -155,11 +149,9 @@ class DeviceBatch:
         return values_Q
 
     def advantage_inputs(self, step: int) -> AdvantageInputs:
-        """Return the row-level inputs of an advantage function, on the CPU; `token_inputs` gives those of tokens.
-
-        States and rewards of turns are included only for a batch `by_turns`.
-        """
+        """Return the row-level inputs of an advantage function, on the CPU; `token_inputs` gives those of tokens."""
         batch = self._batch
+        # States and rewards of turns only for a batch `by_turns`.
         are_turns = len(batch.turns) == len(batch)
         return AdvantageInputs(
             rewards_N=_tensor(batch.rewards),
@@ -205,7 +197,6 @@ class DeviceBatch:
         """Return the inputs of the loss for some rows.
 
         Args:
-            policy_BT: logprobs of the policy, with gradient.
             weights_N: result of `row_weights`.
             scores, advantages: argument and first result of `advantages`.
             model_fields: fields of `LossInputs` that come neither from the rows nor from the scores.
@@ -245,10 +236,10 @@ class DeviceBatch:
         kl_coef: float,
         computed: Sequence[np.ndarray] | None = None,
     ) -> tuple[Callable[[np.ndarray], Tensor], Tensor | None, dict[str, float]]:
-        """Return (a function from row numbers to advantages, [Q] targets of a critic, metrics). Called by all ranks.
+        """Return (function from row numbers to [B, T] advantages, or [B, 1] if a row has one; [Q] targets of a critic;
+        metrics). Called by all ranks.
 
-        The function returns [B, T], or [B, 1] if a row has one advantage. Tokens that the advantage function drops are
-        removed from `loss_mask_Q` and `num_trained_N`.
+        Dropped tokens are removed from `loss_mask_Q` and `num_trained_N`.
 
         Args:
             scores: [Q] values of the models, by their names in `AdvantageInputs`.
@@ -257,7 +248,6 @@ class DeviceBatch:
         # Computed for the whole batch on every rank, so that groups are whole, and on the CPU, so that ranks agree.
         # Token values are passed only if they are used, and only those of the rows that this rank computed.
         function = algorithm.advantage_fn
-        # The same tokens in the same order, cut into turns or into rows.
         view = self.by_turns() if function is not None and function.compares_turns else self
         inputs = view.advantage_inputs(step)
         rows = None if computed is None or not takes_parts(function) else computed[self._ranks.rank]
@@ -302,10 +292,7 @@ class DeviceBatch:
     ) -> dict[str, Any]:
         """Return the token-level inputs of an advantage function, on the CPU.
 
-        Args:
-            view: the rows, or their turns (`by_turns`).
-            scores: as in `advantages`.
-            rows: the rows to include, disjoint between ranks; None: all.
+        Args: view: the rows, or their turns (`by_turns`). rows: those to include, disjoint between ranks; None: all.
         """
         values = {"loss_mask_Q": self.loss_mask_Q, "rollout_logprobs_Q": self.rollout_logprobs_Q, **scores}
         if rows is None:
@@ -372,10 +359,7 @@ def keeps_proximal(config: Config, algorithm: Algorithm) -> bool:
 
 
 def split_mini_batches(batch: TrainingBatch, config: Config, step: int, unit: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the update in the run, counted from 1; row numbers of its mini-batch) for a step.
-
-    unit: as in `mini_batches`.
-    """
+    """Yield (number of the update in the run, counted from 1; row numbers of its mini-batch) for a step."""
     count, epochs = config.num_mini_batches, config.trainer.ppo_epochs
     for epoch in range((step - 1) * epochs, step * epochs):
         batches = mini_batches(batch.experts, count, unit=unit, seed=config.seed, epoch=epoch)
@@ -537,10 +521,7 @@ def deal(costs_U: np.ndarray, num_parts: int, limits: Sequence[tuple[np.ndarray,
 
 
 def row_costs(lengths_N: np.ndarray, hidden_size: int) -> np.ndarray:
-    """Return [N] costs in units of H per layer: 12 H^2 L for products with weights, H L^2 for causal attention.
-
-    The common factor, which the backward pass triples, is left out.
-    """
+    """Return [N] costs in units of H per layer: 12 H^2 L for products with weights, H L^2 for causal attention."""
     return lengths_N * (12.0 * hidden_size + lengths_N)
 
 

@@ -1,4 +1,4 @@
-"""Optimizer of one model's trained parameters: a clipped step, and its state as files. It knows no losses.
+"""Optimizer of one model's trained parameters: rate, clipped step, and state as files. It knows no losses.
 
 The section selects the class: one of torch.optim, or another one with the same interface. Invariant: training from a
 saved and loaded state gives the same bits, whatever the state consists of.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +20,6 @@ from rftdask.config.plugins import find_part
 from rftdask.config.schema.optimizer import OPTIMIZERS, OptimizerConfig
 from rftdask.errors import RoleError, UserError
 from rftdask.storage.base import Data
-from rftdask.trainer.engines.learning_rate import learning_rate
 from rftdask.trainer.engines.strategies.base import Strategy, local
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
 
@@ -28,11 +27,46 @@ MAX_SKIPPED_IN_A_ROW = 3
 """Consecutive updates whose gradient is not finite; so many are an error."""
 _LEAST_IN_BLOCKS = 4096
 """Smallest number of elements whose state torchao stores in blocks, if it is a multiple of the block size."""
-_LEAST_BLOCK = 32
-"""Smallest block size that still saves memory: each block has a scale of four bytes."""
+_LEAST_BLOCK = 32  # smallest block size that still saves memory: each block has a scale of four bytes
 _NUM_SKIPPED = "num_skipped_in_a_row"
 _SPARES = "spares_norms_biases_embeddings"
 """Key in the files of an optimizer that may decay only some weights; older versions decayed all of them."""
+
+
+def learning_rate(section: OptimizerConfig, total_steps: int | None) -> Callable[[int], float]:
+    """Return the rate as a function of the update's number, counted from 1, as `transformers.get_scheduler` does.
+
+    Args: total_steps: updates of the run, where a decay ends; later updates keep its last rate. None: unknown.
+    Raises: ValueError: the schedule needs `total_steps`, or transformers rejects the arguments.
+    """
+    name, lr, warmup = section.lr_scheduler_type, section.lr, section.lr_warmup_steps
+    if warmup < 0:
+        if section.lr_warmup_steps_ratio and total_steps is None:
+            raise ValueError("lr_warmup_steps_ratio needs a known number of steps: set trainer.total_steps")
+        warmup = int(section.lr_warmup_steps_ratio * (total_steps or 0))
+    if name in ("constant", "constant_with_warmup"):
+        # The schedulers of transformers count from 0, so update 1 of a warm-up has rate 0.
+        return lambda step: lr * min(1.0, (step - 1) / warmup) if warmup else lr
+    # Late: the module imports half of transformers, and most runs have a constant rate.
+    from transformers.optimization import get_scheduler
+
+    arguments: dict[str, Any] = dict(section.lr_scheduler_args or {})
+    if section.min_lr_ratio and name == "linear":
+        name, arguments = "polynomial", {"lr_end": lr * section.min_lr_ratio}
+    elif section.min_lr_ratio:
+        name, arguments = "cosine_with_min_lr", {**arguments, "min_lr_rate": section.min_lr_ratio}
+    # A scheduler needs an optimizer; this one is never stepped.
+    weightless = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    try:
+        # Only the function of the step is used: a scheduler that is stepped would be state to save.
+        shape = get_scheduler(name, weightless, warmup, total_steps, arguments).lr_lambdas[0]
+    except (TypeError, ValueError) as error:
+        if total_steps is None:
+            text = f"lr_scheduler_type {section.lr_scheduler_type} needs a known number of steps"
+            raise ValueError(f"{text}: set trainer.total_steps") from error
+        raise ValueError(f"algorithm.optimizer.lr_scheduler_args: {error}") from error
+    # Clamped at the end, beyond which some schedules rise again and others divide by 0.
+    return lambda step: lr * shape(min(step, total_steps or step) - 1)
 
 
 class ModelOptimizer:
@@ -48,9 +82,7 @@ class ModelOptimizer:
         plugin_dirs: Sequence[str] = (),
     ) -> None:
         """
-        Args:
-            grad_clip: largest norm of the gradient; 0: no limit, but the norm is still measured.
-            total_steps: as in `learning_rate`, which raises if the schedule needs it.
+        Args: grad_clip: largest norm of the gradient; 0: no limit. total_steps: as in `learning_rate`, which raises.
         Raises: UserError: the optimizer does not exist, rejects its arguments, or ranks cannot share its state.
         """
         self._rate = learning_rate(section, total_steps)
@@ -105,10 +137,8 @@ class ModelOptimizer:
                 yield from (tensor for value in state.values() for tensor in _plain_tensors(value))
 
     def state_files(self, name: str, spare: Mapping[str, Data] | None = None) -> dict[str, Data]:
-        """Save its state by parameter names with `save_tensors`. Called by all ranks.
-
-        Raises: UserError: the state contains a value that is neither a tensor nor a number.
-        """
+        """Save its state with `save_tensors`. Called by all ranks. Raises: UserError: a value is neither a tensor nor a
+        number."""
         # Saved so that a crash every few steps does not hide that every update is skipped.
         tensors = {_NUM_SKIPPED: torch.tensor(self._num_skipped_in_a_row), _SPARES: torch.tensor(True)}
         # Some classes keep counters in their groups.
@@ -291,10 +321,8 @@ def _optimizers(
     section: OptimizerConfig,
     plugin_dirs: Sequence[str],
 ) -> Iterator[torch.optim.Optimizer]:
-    """Yield the section's optimizer; with muon also AdamW for everything but the matrices of hidden layers.
-
-    stepped: the tensor that is updated for each trained parameter.
-    """
+    """Yield the section's optimizer; with muon also AdamW for everything but the matrices of hidden layers. stepped:
+    the tensor that is updated for each trained parameter."""
     if section.optimizer_type.lower() != "muon":
         yield _optimizer(section.optimizer_type, model, trained, stepped, section, plugin_dirs)
         return

@@ -83,8 +83,7 @@ def stage_tensors(
     return file if own_kinds else memoryview(b"")
 
 
-_Kinds: TypeAlias = Mapping[str, tuple[torch.dtype, Sequence[int]]]
-"""Data type and shape by name."""
+_Kinds: TypeAlias = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # data type and shape by name
 
 
 def _owners(kinds: _Kinds, size: int) -> dict[str, int]:
@@ -176,24 +175,17 @@ def save_tensors(
     return {file: _make_file(kinds, {_SHARDING: offsets}, own_parts, pinned=pinned, spare=memory)}
 
 
-_Range: TypeAlias = tuple[str, int, int]
-"""A file, a first byte, and the byte after the last."""
+_Range: TypeAlias = tuple[str, int, int]  # a file, a first byte, and the byte after the last
 _Head: TypeAlias = tuple[str, bool, list[tuple[str, str, list[int], list[int], int]]]
 """A file, True if its head has offsets, and for each tensor: name, dtype, offsets, sizes, first byte in the file. JSON
 types."""
 _Part: TypeAlias = tuple[str, torch.dtype, list[int], list[int], int]
 """Saved part of a tensor: file, dtype, offset in the whole tensor, sizes, first byte in the file."""
-_Block: TypeAlias = tuple[str, int]
-"""A file and the number of a block in it."""
+_Block: TypeAlias = tuple[str, int]  # a file and the number of a block in it
 
 
 class SavedTensors:
-    """Reads the files that `save_tensors` returned on all ranks, or one file of whole tensors.
-
-    Example:
-        saved = SavedTensors("actor/optim.safetensors", files, ranks)
-        saved.load(tensors)
-    """
+    """Reads the files that `save_tensors` returned on all ranks, or one file of whole tensors."""
 
     def __init__(self, name: str, files: Mapping[str, Data], ranks: Ranks) -> None:
         """Read the heads of the files. Called by all ranks.
@@ -216,8 +208,7 @@ class SavedTensors:
             own_names = [file for file in names if (file, 0) in own_blocks]
         heads = ranks.all_gather([self._read_head(file) for file in own_names])
         self._parts = defaultdict[str, list[_Part]](list)
-        self._shapes: dict[str, list[int]] = {}
-        """Shapes of the whole tensors."""
+        self._shapes: dict[str, list[int]] = {}  # shapes of the whole tensors
         for file, has_offsets, chunks in (head for rank_heads in heads for head in rank_heads):
             if not has_offsets and len(names) > 1 and "-of-" not in file:
                 raise RoleError(
@@ -344,10 +335,8 @@ class _Target:
 
 
 def _deal(files: CheckpointFiles, blocks: Iterable[_Block], size: int) -> list[list[_Block]]:
-    """Deal neighboring blocks to ranks, about the same bytes to each.
-
-    If as many ranks load as saved, each reads little more than it needs.
-    """
+    """Deal neighboring blocks to ranks, about the same bytes to each. As many ranks as saved read little more than they
+    need."""
     ordered = sorted(blocks, key=lambda block: (len(block[0]), block))  # optim-10 after optim-9
     ends = list(accumulate(stop - start for start, stop in starmap(files.span, ordered)))
     dealt: list[list[_Block]] = [[] for _ in range(size)]

@@ -38,18 +38,16 @@ from rftdask.processes.ranks import Ranks
 from rftdask.storage.base import Data
 from rftdask.synchronizer.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER
 from rftdask.trainer.engines.base import TrainEngine
-from rftdask.trainer.engines.learning_rate import learning_rate
 from rftdask.trainer.engines.micro_batches import DeviceBatch, keeps_proximal, split_mini_batches
+from rftdask.trainer.engines.optimizer import learning_rate
 from rftdask.trainer.engines.step_metrics import finish_means, mismatch, next_kl_coefs, over_updates
 
 if TYPE_CHECKING:
     from tinker import SamplingClient, TrainingClient, types
 
 STATE_FILE = f"{CHECKPOINT_FOLDER}/tinker_state.json"
-_EPS = 1e-8
-"""Epsilon of AdamW, as in PyTorch; the service's default is 1e-12."""
-_DELETE_TIMEOUT_S = 60.0
-"""Short, since a run does not depend on deletion."""
+_EPS = 1e-8  # epsilon of AdamW, as in PyTorch; the service's default is 1e-12
+_DELETE_TIMEOUT_S = 60.0  # short, since a run does not depend on deletion
 _CPU = torch.device("cpu")
 
 log = logging.getLogger(__name__)

@@ -69,10 +69,8 @@ Scores = tuple[Tensor, Tensor | None]
 
 
 class Scorer(torch.nn.Module):
-    """`token_logprobs` of a model as one module, so that a strategy sees where a pass begins and ends.
-
-    routers: routers of the model, which replay the experts recorded in the rows; None: they choose.
-    """
+    """`token_logprobs` of a model as one module, so that a strategy sees where a pass begins and ends. routers: replay
+    the experts recorded in the rows; None: they choose."""
 
     def __init__(self, model: torch.nn.Module, routers: Routers | None = None) -> None:
         super().__init__()
@@ -130,7 +128,7 @@ class TorchEngine(TrainEngine):
         Args:
             strategy: None: one rank with the whole model.
             sequence: neighboring ranks that split each sequence with this one; None: sequences are not split.
-            total_steps: steps after which the decay of the learning rate ends; None: unknown.
+            total_steps: see TrainEngine.
         Raises: DataError: a model cannot be loaded or split, or a teacher has another vocabulary.
         """
         self._config, self._trainer, self._path = config, config.trainer, config.model.model_path
@@ -260,10 +258,8 @@ class TorchEngine(TrainEngine):
         _check_experts(batch, self._routers)
         device_batch = self._device_batch(batch)
         batch_plan = self._plan(batch, np.arange(len(batch)))
-        # Random numbers of a step depend only on seed and step, so no random state is saved. Without a GPU
-        # torch.manual_seed records a stack trace, which takes 0.7 ms.
-        set_seed = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
-        set_seed(step_seed(self._config.seed, "train_step", step, 2**32))
+        # Random numbers of a step depend only on seed and step, so no random state is saved.
+        torch.manual_seed(step_seed(self._config.seed, "train_step", step, 2**32))
         for number, kl in enumerate((algorithm.kl_loss_fn, algorithm.kl_penalty_fn)):
             self._kl_coefs[number] = kl.coef_at(step, float(self._kl_coefs[number]))
         updates: list[dict[str, float]] = []
@@ -362,7 +358,6 @@ class TorchEngine(TrainEngine):
         return not (self._algorithm.policy_loss_fn.scores_sequences or self._router_loss or self._routers)
 
     def _plan(self, batch: TrainingBatch, indices: np.ndarray) -> MicroBatchPlan:
-        """Plan the passes of this rank over some rows."""
         return plan_micro_batches(
             batch.lengths,
             indices,
@@ -379,10 +374,7 @@ class TorchEngine(TrainEngine):
     def _teacher_plans(
         self, batch: TrainingBatch, indices: np.ndarray, plan: MicroBatchPlan
     ) -> list[tuple[Scorer | None, MicroBatchPlan]]:
-        """Return each teacher with the plan for its rows; without teachers [(None, plan)].
-
-        plan: the plan for all of `indices`.
-        """
+        """Return each teacher with the plan for its rows; without teachers [(None, plan)]. plan: for all `indices`."""
         if len(self._teachers) < 2:
             return [(self._teachers[0] if self._teachers else None, plan)]
         # All ranks know all rows, so they call the same teachers in the same order.
@@ -391,10 +383,8 @@ class TorchEngine(TrainEngine):
         return [(teacher, self._plan(batch, taught)) for teacher, taught in rows if len(taught)]
 
     def _kl_baseline(self, batch: TrainingBatch) -> float:
-        """Return the mean of log p_policy - log p_ref over the sequences of a batch, at least 0.
-
-        An estimate of a KL divergence if the responses belong to other prompts.
-        """
+        """Return the mean of log p_policy - log p_ref over the sequences of a batch, at least 0: an estimate of a KL
+        divergence if the responses belong to other prompts."""
         device_batch, plan = self._device_batch(batch), self._plan(batch, np.arange(len(batch)))
         assert self._reference is not None, "a loss with a KL baseline has a reference"
         policy_Q, ref_Q = (
@@ -405,9 +395,9 @@ class TorchEngine(TrainEngine):
         return max(0.0, float(drift_N.mean()))
 
     def _scores(self, batch: TrainingBatch, device_batch: DeviceBatch, plan: MicroBatchPlan) -> dict[str, Tensor]:
-        """Return [Q] values of frozen models, policy and critic before the update, as the algorithm needs them.
+        """Return [Q] values of frozen models, policy and critic before the update, by their names in `AdvantageInputs`.
 
-        By their names in `AdvantageInputs`. Also sets `device_batch.kl_baseline` for losses that use one.
+        Also sets `device_batch.kl_baseline` for losses that use one.
         """
 
         def score(model: Callable[..., Any], plan: MicroBatchPlan = plan, number: int = 0, **options: Any) -> Tensor:
@@ -486,9 +476,7 @@ class TorchEngine(TrainEngine):
     def _staged(self, folder: str, dtype: torch.dtype | None) -> dict[str, Data]:
         """Return this rank's files of the trained weights; rank 0 has all adapters. Called by all ranks.
 
-        Args:
-            folder: prefix of the file names.
-            dtype: None: the data type of the optimizer's weights.
+        Args: folder: prefix of the file names. dtype: None: the data type of the optimizer's weights.
         """
         state, ranks = distinct_state(self._model), self._ranks
         name = folder + (adapters.ADAPTER_FILE if self._adapter else model_file(ranks.rank, ranks.size))
@@ -504,10 +492,7 @@ class TorchEngine(TrainEngine):
 
     @torch.no_grad()
     def fingerprint(self) -> Fingerprint:
-        """See TrainEngine. Computed in float32, unless the strategy gathers weights in bfloat16.
-
-        Its data type is the narrower one of these weights and of those that engines load.
-        """
+        """See TrainEngine; its data type is the narrower one of these weights and of those that engines load."""
         sequences = fixed_sequences(self._model.config.get_text_config().vocab_size)
         rows = pack_rows(
             [np.array(sequence) for sequence in sequences],
@@ -596,10 +581,7 @@ class TorchEngine(TrainEngine):
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
     def _check_export(self) -> None:
-        """Export everything but the weights on rank 0, to report what would end the run at its last step.
-
-        Raises: DataError: the model can be loaded, but not saved.
-        """
+        """Export everything but the weights on rank 0, to report what would end the run at its last step."""
         # transformers saves only on the first rank of all processes, which is another one if ranks form several gangs.
         if not self._ranks.is_rank0 or (torch.distributed.is_initialized() and torch.distributed.get_rank() != 0):
             return

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from rftdask.processes.ranks import Ranks
 
-_BUCKET = 2**25
-"""Elements summed in one call: 128 MiB of float32. Fixed, since the order of additions depends on it."""
+_BUCKET = 2**25  # Elements summed in one call: 128 MiB of float32. Fixed, since the order of additions depends on it.
 
 
 class Strategy:
@@ -75,10 +74,7 @@ class Strategy:
         return float(total)
 
     def full_state(self, module: torch.nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return the whole state dict, or only `names`, on the CPU; empty on ranks other than 0. Called by all ranks.
-
-        Tied tensors are included under their first name.
-        """
+        """Return the `distinct_state`, or only `names`, on the CPU; empty except on rank 0. Called by all ranks."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in distinct_state(module).items():
             if names is None or name in names:
@@ -153,10 +149,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def take_read(module: torch.nn.Module) -> Sequence[tuple[torch.nn.Module, str, DTensor]]:
-    """Replace weights that were read in the layout of `spread` by meta tensors; tied ones stay tied.
-
-    Returns: (module, name in the module, the DTensor that was read) for each.
-    """
+    """Replace weights that were read in the layout of `spread` by meta tensors; tied ones stay tied. Returns: (module,
+    name in the module, the DTensor that was read) for each."""
     read = [
         (owner, name, weight)
         for owner in module.modules()
@@ -173,10 +167,8 @@ def take_read(module: torch.nn.Module) -> Sequence[tuple[torch.nn.Module, str, D
 
 
 def give_back(read: Iterable[tuple[torch.nn.Module, str, DTensor]], device: torch.device | None = None) -> None:
-    """Put the local data of `take_read` into the weights now in their place, without communication.
-
-    device: device to move the data to; None: unchanged.
-    """
+    """Put the local data of `take_read`, moved to `device`, into the weights now in their place, without
+    communication."""
     filled: dict[int, torch.nn.Parameter] = {}
     for owner, name, weight in read:
         if id(weight) not in filled:

@@ -24,8 +24,7 @@ from rftdask.errors import DataError
 from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.strategies.base import Strategy, add_up, give_back, local, take_read
 
-_EXPERTS = "grouped_gemm"
-"""Style of experts' weights, of which each rank holds some experts."""
+_EXPERTS = "grouped_gemm"  # style of experts' weights, of which each rank holds some experts
 _DEALT_SINCE = (5, 19)
 """First release of transformers that computes the whole gradient of routers if experts are dealt to ranks."""
 _CUT = {

@@ -23,8 +23,8 @@ from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.models.toy import build_toy_model
 from rftdask.processes.ranks import Ranks
 from rftdask.trainer.engines.critic import ValueModel
-from rftdask.trainer.engines.learning_rate import learning_rate
 from rftdask.trainer.engines.micro_batches import mini_batches
+from rftdask.trainer.engines.optimizer import learning_rate
 from rftdask.trainer.engines.strategies.base import DDP
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows

@@ -12,7 +12,7 @@ from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from rftdask.config.schema.optimizer import SCHEDULES, OptimizerConfig
-from rftdask.trainer.engines.learning_rate import learning_rate
+from rftdask.trainer.engines.optimizer import learning_rate
 
 ARGUMENTS: dict[str, list[dict[str, Any]]] = {
     "cosine": [{}, {"num_cycles": 1.5}],

@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 
-from rftdask.models.known_models import MODELS, known_model
-from rftdask.models.model_shape import read_shape
+from rftdask.models.model_shape import MODELS, known_model, read_shape
 
 # Published counts: the presets of keras-hub (github.com/keras-team/keras-hub, keras_hub/src/models/*/*_presets.py),
 # and the model cards on the Hub, which show the sum over the weight files, where those have none or other tying.
