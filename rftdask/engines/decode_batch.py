@@ -1,8 +1,7 @@
 """DecodeBatch: bookkeeping of continuous batching. Independent of the model.
 
-Requests arrive at any time and wait. They enter as rows while others run, and leave when they have finished; the result
-of a row is returned at once, even if the row stays in the batch for a while. Sequences are padded on the left, so that
-the next token of every row is in the last column.
+Requests wait, enter as rows while others run, and leave when they have finished; the result of a row is returned at
+once, even if the row stays for a while. Sequences are padded on the left: the next token is always in the last column.
 
 Shapes: B = rows in the batch, D = distinct prompts of entering rows, P = longest of them, T = longest response, W =
 columns: the longest sequence so far, V = vocabulary, X = experts per token, 0 if not recorded.

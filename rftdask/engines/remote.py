@@ -7,8 +7,7 @@
                                     <--      Generated, Scored, Loaded, NotLoaded; Gone
 
 Messages are those of an engine process (server.py), except for weights, which both sides read from storage. They use a
-Dask connection with the TLS and keys of its cluster, whose holders may run code on the worker anyway. The handler
-starts and ends the engine. The client chooses the worker and handles requests lost with it.
+Dask connection with the TLS and keys of its cluster, whose holders may run code on the worker anyway.
 
 Invariant: pending calls fail as soon as the connection or the engine ends; requests that are cancelled or whose client
 is gone leave the engine.

@@ -1,9 +1,7 @@
-"""Engine process: handles messages from its client and replies to each with the same number. Defines the messages of
-both sides.
+"""Engine process: the messages of client and server, and the loop that replies to each with the same number.
 
 Requests enter the engine on arrival, and each is answered when it finishes. All other messages, except weights to load
-in flight, wait until the requests before them are answered, and later messages wait for them. Knows neither files of
-versions on storage nor rollouts.
+in flight, wait until the requests before them are answered, and later messages wait for them.
 
 Invariant: before it reports ready, and again before it reports its first loaded weights, the engine has served requests
 like those of the run, so an engine that cannot work fails before it gets work.

@@ -1,7 +1,4 @@
-"""Engine of a model section: which engine runs it, its sampling parameters, and which models sit behind an API.
-
-Pure functions of the configuration.
-"""
+"""Engine of a model section: which engine runs it, its sampling parameters, and which models sit behind an API."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Engine of a model at the Tinker service, which samples there and loads weights by path.
 
-Knows nothing of text. A request keeps the weights with which it began, even if newer ones are loaded meanwhile.
-Logprobs are those returned by the service for the requested temperature.
+A request keeps the weights with which it began. Logprobs are those that the service returns for its temperature.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Engine that generates with vLLM (0.26 to 0.32), on a CPU or on one or several GPUs.
 
-vLLM uses continuous batching in its own processes; an event loop in a thread of this process forwards requests to them.
-Knows nothing of text: vLLM uses its tokenizer only for grammars. One guarantee of `Engine` is weaker: which requests
-share a forward pass depends on time, so the same call twice gives the same tokens up to rounding.
+vLLM runs in its own processes, to which an event loop in a thread of this process forwards requests. One guarantee of
+`Engine` is weaker: which requests share a forward pass depends on time, so the same call twice gives the same tokens up
+to rounding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Code inside vLLM's processes: loading of published weights, logprobs as a trainer computes them (also with grammars),
 a watch on the engine process, and a record of fatal errors. vLLM imports this module by name and mixes `WeightWorker`
 into its worker class.
-
-Knows neither versions nor requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Models: shapes of models, LoRA adapters, routers of experts, image inputs, and a toy model that needs no download.
-
-The package does not know training, sampling or runs.
-"""
+"""Models: shapes of models, LoRA adapters, routers of experts, image inputs, and a toy model that needs no download."""

@@ -1,7 +1,7 @@
 """Routers of a mixture of experts: record or replay the experts of each token, and compute the load-balancing loss.
 
 In the models of transformers a router scores E experts and chooses K of them by `topk`. That choice is recorded or
-replaced, so the model's use of the chosen scores, and its gradient, stay unchanged. The module does not know batches.
+replaced, so the model's use of the chosen scores, and its gradient, stay unchanged.
 Invariant: a pass that replays the choices of a pass over the same tokens with the same weights gives the same bits.
 
 Letters: S tokens of a pass; R routers, from the first layer on; K experts of a token.

@@ -1,8 +1,7 @@
 """Tinker service: requests with deadlines, and the file that names weights stored at the service.
 
 Every wait has a deadline, and every error of the SDK becomes one of ours: a rejected request is a UserError, a missing
-answer is an error that a retry may avoid. The SDK itself retries lost requests for five minutes. The module knows
-neither trainers nor engines.
+answer is an error that a retry may avoid. The SDK itself retries lost requests for five minutes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Toy policy and toy task for the quickstart and the tests, without a download.
 
-The policy is a random Qwen2 of about 0.8 million weights with one token per byte: any text can be tokenized, and
-an ASCII character is one token. The task is adding a number below ten to a number of two digits: "47+8=" -> "55".
-The warm-up answers (`sft.jsonl`) come from a sloppy teacher, whose result is ten too high more often than not. A policy
-warmed up on them can add, but repeats the mistake, which only the rewards of reinforcement training correct. The
-questions of `eval.jsonl` do not occur in the other files.
+The policy is a random Qwen2 of about 0.8 million weights with one token per byte. The task is adding a number below ten
+to a number of two digits: "47+8=" -> "55". The warm-up answers (`sft.jsonl`) come from a sloppy teacher, whose sum is
+ten too high more often than not; only the rewards of reinforcement training correct this mistake. The questions of
+`eval.jsonl` do not occur in the other files.
 
 Invariant: the same arguments give the same bytes, for tasks on any machine, for weights with one version of torch.
 """

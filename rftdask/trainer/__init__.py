@@ -1,6 +1,5 @@
 """Trainer: the role that turns batches of experiences into weights.
 
 The loop that every rank runs (trainer.py), the process of a rank (rank.py), the gang of ranks that the driver starts
-(gang.py), communication between ranks, checkpoints, and the policy over packed rows. The package does not know how
-experiences are sampled or stored (explorer/, buffer/log/), the losses (algorithm/), or the cluster (cluster/).
+(gang.py), communication between ranks, checkpoints, and the policy over packed rows.
 """

@@ -4,8 +4,7 @@ An attention implementation of transformers, registered as `PACKED`; a model cal
 Without `spans` it is plain SDPA. A model packs rows only if the results are right (`pack_if_equal`).
 
 On a GPU in half precision the variable-length kernel of PyTorch handles all rows in one call. Elsewhere SDPA runs over
-batches of pieces of one size, without mask and padding. On a CPU a block-diagonal mask over the whole sequence took
-10 to 50 times as long; padding rows of similar length into fewer batches gained nothing.
+batches of pieces of one size; on a CPU a block-diagonal mask over the whole sequence took 10 to 50 times as long.
 """
 
 from __future__ import annotations

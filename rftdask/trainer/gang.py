@@ -2,8 +2,7 @@
 
 The driver submits one supervisor task per rank, each to one worker; the supervisor runs the rank in a child process and
 forwards its events. If a process, a worker or the storage is lost, the gang ends, and a new one resumes from storage on
-the remaining workers. Any other error would recur, so it ends the run with the rank's traceback. All state is in
-storage.
+the remaining workers. Any other error would recur, so it ends the run with the rank's traceback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Policy of the trainer: loading models, logprobs of responses, and export.
 
-It knows neither batches nor losses, nor where bytes go. Invariant: `token_logprobs` uses the formula by which engines
-record `rollout_logprobs`, so that on the same weights both agree up to the rounding of the forward pass.
+Invariant: `token_logprobs` uses the formula by which engines record `rollout_logprobs`: on the same weights both
+agree up to the rounding of the forward pass.
 
 Letters: as in packing.py; H hidden size, V vocabulary.
 """

@@ -1,7 +1,7 @@
 """Packing: the rows of a micro-batch as one sequence without padding.
 
-It knows neither models nor losses. The sequence consists of pieces. Each row is a piece; packed lean, a prompt shared
-by several rows is one piece, computed once, and each response is another one, which sees the prompt and itself.
+The sequence consists of pieces. Each row is a piece; lean, a prompt shared by several rows is one piece, computed
+once, and each response is another one, which sees the prompt and itself.
 Invariants: every token of the sequence is a token of a row, except for filler if there are fewer tokens than ranks that
 split it; pieces that see the most tokens come first, so that pieces of one size are neighbors.
 

@@ -1,14 +1,12 @@
 """Rank: the child process of one trainer rank. It builds the trainer's parts from the config and runs its loop.
 
-It reports to its supervisor by events, which a run does not depend on. It ends with `Ended`, or with an error that its
-supervisor forwards.
+It reports to its supervisor by events. It ends with `Ended`, or with an error that its supervisor forwards.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -55,7 +53,7 @@ from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.trainer import registered_train_engines
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import LabeledRows, PreferenceRows, SftRows, TextRows
-from rftdask.data.tokenizer import Tokenizer, load_tokenizer
+from rftdask.data.tokenizer import load_tokenizer
 from rftdask.errors import DataError
 from rftdask.monitor.events import CODEC, Alive, Event
 from rftdask.monitor.metrics import MetricsWriter
@@ -84,7 +82,6 @@ and exceeds the time that a rank may be busy, for example writing weights. Ranks
 sends a message several times a second.
 """
 _Rows = SftRows | PreferenceRows | LabeledRows | TextRows  # converts rows of a dataset to sequences
-_POLL_INTERVAL_S = 0.2  # seconds between two reads of a request file in storage
 NO_BASELINE = "no_baseline"
 """Drop reason of rollouts whose greedy sibling failed."""
 
@@ -189,7 +186,7 @@ def build_trainer(
     rules = make_sync_rules(config)
     publishes = algorithm.schema == "experience" or config.evaluates_training
     holder = build_holder(config, storage, address) if config.sync_method != "checkpoint" else None
-    stop_read_s, stop_requested = 0.0, False
+    stop_requested, last_whole = False, 0
 
     def publish_due(step: int, published: int) -> bool:
         if config.evaluates_training:
@@ -198,14 +195,10 @@ def build_trainer(
         requested = read_requested_version(storage) if rules.style is SyncStyle.EXPLORER_DRIVEN else 0
         return rules.publish_due(step, published, requested)
 
-    whole_read_s, last_whole = 0.0, 0
-
     def whole_requested(version: int) -> bool:
-        nonlocal whole_read_s, last_whole
-        now = time.monotonic()
-        if version == last_whole or now - whole_read_s < _POLL_INTERVAL_S:
+        nonlocal last_whole
+        if version == last_whole:
             return False
-        whole_read_s = now
         requested = read_requested_version(storage, WHOLE_FILE)
         # Only the newest delta is kept as bytes; a holder also has older versions.
         if requested == last_whole or (requested != version and (holder is None or requested > version)):
@@ -214,12 +207,9 @@ def build_trainer(
         return True
 
     def should_stop() -> bool:
-        # Called several times a second, which is too often to read a remote storage.
-        nonlocal stop_read_s, stop_requested
-        now = time.monotonic()
         # Remembered: the file may be removed for the next start.
-        if not stop_requested and now - stop_read_s > _POLL_INTERVAL_S:
-            stop_read_s, stop_requested = now, storage.exists(STOP_FILE)
+        nonlocal stop_requested
+        stop_requested = stop_requested or storage.exists(STOP_FILE)
         return stop_requested
 
     return Trainer(
@@ -272,16 +262,16 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
     section, schema = config.buffer.trainer_input.experience_buffer, config.algorithm.schema_type
     source: BatchSource
     if schema != "experience":
-        dataset, reader = build_reader(section, schema, config, load_tokenizer(config))
+        dataset, read, sequences_per_row = build_reader(section, schema, config)
         source = DatasetSource(
-            reader.read,
+            read,
             len(dataset),
             dataset.fingerprint,
             ledger,
             batch_size=config.buffer.train_batch_size,
             total_epochs=config.buffer.total_epochs,
             shuffle_seed=_order_seed(section),
-            group_size=reader.sequences_per_row,
+            group_size=sequences_per_row,
             total_steps=config.buffer.total_steps,
         )
     else:
@@ -299,10 +289,10 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
         demonstrations = None
         if config.num_demonstrations:
             shown = config.buffer.trainer_input.auxiliary_buffers[config.demonstrations]
-            dataset, reader = build_reader(shown, "sft", config, load_tokenizer(config))
+            dataset, read, _ = build_reader(shown, "sft", config)
             # The order of demonstrations is a function of the step, so checkpoints do not store a position.
             order = RowOrder(len(dataset), _order_seed(shown))
-            demonstrations = Demonstrations(reader.read, dataset.fingerprint, order, config.num_demonstrations)
+            demonstrations = Demonstrations(read, dataset.fingerprint, order, config.num_demonstrations)
         source = LogSource(
             log,
             ledger,
@@ -326,12 +316,12 @@ def read_held_out(config: Config) -> list[TrainingBatch]:
     section = config.buffer.trainer_input.eval_buffer
     if section is None:
         return []
-    dataset, reader = build_reader(section, config.algorithm.schema_type, config, load_tokenizer(config))
-    size, count, batches = config.buffer.train_batch_size, reader.sequences_per_row, []
+    dataset, read, count = build_reader(section, config.algorithm.schema_type, config)
+    size, batches = config.buffer.train_batch_size, []
     for first in range(0, len(dataset), size):
         numbers = range(first, min(first + size, len(dataset)))
         uids = [f"held-out/{number}/{sequence}" for number in numbers for sequence in range(count)]
-        batches.append(supervised_batch(reader.read(numbers), uids, count))
+        batches.append(supervised_batch(read(numbers), uids, count))
     return batches
 
 
@@ -342,34 +332,27 @@ def build_batch_filter(config: Config, algorithm: Algorithm) -> AlgorithmFilter:
     return AlgorithmFilter(algorithm, [] if at_commit else operators_of(config), baseline)
 
 
-class RowReader:
-    """Reads rows of a dataset as sequences; an error names the dataset."""
-
-    def __init__(self, path: str, rows: _Rows) -> None:
-        self._path, self._rows = path, rows
-        self.sequences_per_row = rows.sequences_per_row
-
-    def read(self, numbers: Sequence[int]) -> Sequence[SupervisedRow]:
-        """Tokenize the rows with these numbers. Raises: DataError: a row has no use."""
-        try:
-            return self._rows.read(numbers)
-        except DataError as error:
-            raise DataError(f"dataset {self._path}: {error}") from error
+_Read = Callable[[Sequence[int]], Sequence[SupervisedRow]]
 
 
-def build_reader(
-    section: ExperienceBufferConfig, schema: str, config: Config, tokenizer: Tokenizer
-) -> tuple[Dataset, RowReader]:
-    """Open a dataset with its row reader, which makes one sequence of a row, or two of a pair.
+def build_reader(section: ExperienceBufferConfig, schema: str, config: Config) -> tuple[Dataset, _Read, int]:
+    """Open a dataset. Returns: it, the function that tokenizes the rows with given numbers, sequences of a row.
 
-    Raises: DataError: the dataset does not exist, or lacks a column.
+    Raises: DataError: the dataset does not exist, or lacks a column; a row has no use.
     """
     dataset = open_dataset(
         section.path or "", split=section.split, subset_name=section.subset_name, table=section.table
     )
     kinds: dict[str, type[_Rows]] = {"cpt": TextRows, "dpo": PreferenceRows, "kto": LabeledRows}
-    rows = kinds.get(schema, SftRows)(dataset, tokenizer, section.format, config.model.max_model_len)
-    return dataset, RowReader(section.path or "", rows)
+    rows = kinds.get(schema, SftRows)(dataset, load_tokenizer(config), section.format, config.model.max_model_len)
+
+    def read(numbers: Sequence[int]) -> Sequence[SupervisedRow]:
+        try:
+            return rows.read(numbers)
+        except DataError as error:
+            raise DataError(f"dataset {section.path}: {error}") from error
+
+    return dataset, read, rows.sequences_per_row
 
 
 def _order_seed(section: ExperienceBufferConfig) -> int | None:

@@ -3,8 +3,7 @@
 Each rank has a contiguous run of the tokens. Everything but attention is computed per token. For attention the ranks
 exchange data, from all heads of some tokens to some heads of all tokens, and back. Values of tokens are then summed, so
 that each rank of the group computes the same loss of the same rows; the gradient of a value goes to the rank that
-computed it. Invariant: gradients summed over a group equal those of one rank with the whole sequence. The module knows
-neither models nor losses.
+computed it. Invariant: gradients summed over a group equal those of one rank with the whole sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Micro-batches: a batch cut into mini-batches, one per update, dealt to the ranks and cut into micro-batches.
 
-It knows neither models nor losses. Rows are dealt by their lengths, which all ranks know, so ranks agree without
-communication.
+Rows are dealt by their lengths, which all ranks know, so ranks agree without communication.
 
 Letters: N rows of the batch; Q response tokens of the rows whose tokens this rank has; B rows of a micro-batch; T
 response tokens of the longest of them; U units: neighbors in the batch that are never separated, pairs or single rows.

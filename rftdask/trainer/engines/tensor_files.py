@@ -1,8 +1,7 @@
 """Tensor files: tensors, whole or sharded over ranks, as safetensors.
 
 `stage_tensors` gathers whole tensors into one file in host memory; `save_tensors` and `SavedTensors` save and load
-shards. Files in blocks are read once, by all ranks together, which exchange what they need. The module knows neither
-models nor storage.
+shards. Files in blocks are read once, by all ranks together, which exchange what they need.
 
 The format is that of PyTorch's HuggingFaceStorageWriter, so HuggingFaceStorageReader also reads it: one file per
 writing rank, whose head holds the offset of each part in the whole tensor as JSON; a file without offsets holds whole

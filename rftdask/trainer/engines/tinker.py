@@ -37,10 +37,9 @@ from rftdask.models.tinker_service import (
 from rftdask.processes.ranks import Ranks
 from rftdask.storage.base import Data
 from rftdask.synchronizer.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER
-from rftdask.trainer.engines.base import TrainEngine
+from rftdask.trainer.engines.base import TrainEngine, finish_means, mismatch, next_kl_coefs, over_updates
 from rftdask.trainer.engines.micro_batches import DeviceBatch, keeps_proximal, split_mini_batches
 from rftdask.trainer.engines.optimizer import learning_rate
-from rftdask.trainer.engines.step_metrics import finish_means, mismatch, next_kl_coefs, over_updates
 
 if TYPE_CHECKING:
     from tinker import SamplingClient, TrainingClient, types

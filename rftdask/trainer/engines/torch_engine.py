@@ -44,7 +44,7 @@ from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
 from rftdask.synchronizer.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER, MODEL_FILE, model_file
 from rftdask.trainer import model as policies
 from rftdask.trainer.attention import PACKED
-from rftdask.trainer.engines.base import TrainEngine
+from rftdask.trainer.engines.base import TrainEngine, finish_means, mismatch, next_kl_coefs, over_updates
 from rftdask.trainer.engines.critic import Critic
 from rftdask.trainer.engines.micro_batches import (
     DeviceBatch,
@@ -55,7 +55,6 @@ from rftdask.trainer.engines.micro_batches import (
     takes_parts,
 )
 from rftdask.trainer.engines.optimizer import ModelOptimizer
-from rftdask.trainer.engines.step_metrics import finish_means, mismatch, next_kl_coefs, over_updates
 from rftdask.trainer.engines.strategies.base import DDP, Strategy, distinct_state, layers_of
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
