@@ -54,7 +54,6 @@ class TransformersEngine(Engine):
     Args:
         model_path: folder or Hub name of a causal language model, for `from_pretrained`.
         dtype: data type of the weights: "float32", "bfloat16", "float16".
-        attn_implementation: as in transformers. None: its default.
         max_batch_tokens: maximum number of tokens of padded prompts and responses in the cache. Further requests enter
             in order when others have left. A single request may exceed it.
     Raises: DataError: the model cannot be loaded.
@@ -84,12 +83,9 @@ class TransformersEngine(Engine):
         dtype: str = "float32",
         device: str = "cpu",
         trust_remote_code: bool = False,
-        attn_implementation: str | None = None,
         max_batch_tokens: int = MAX_BATCH_TOKENS,
     ) -> None:
-        self.model_path = model_path
-        self.dtype = dtype
-        self.device = torch.device(device)
+        self.model_path, self.dtype, self.device = model_path, dtype, torch.device(device)
         if self.device.type == "cuda":
             set_device()
         self.max_batch_tokens = self.cache_tokens = max_batch_tokens
@@ -99,7 +95,6 @@ class TransformersEngine(Engine):
             loaded = model_class(source, trust_remote_code=trust_remote_code).from_pretrained(
                 source,
                 dtype=getattr(torch, dtype),
-                attn_implementation=attn_implementation,
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
                 local_files_only=Path(source).is_dir(),

@@ -23,13 +23,8 @@ from rftdask.storage.checked_json import parse_object
 MAX_LOGITS = 2**27
 """Logits that a trainer holds at once: 512 MiB in float32, 1,024 positions of a vocabulary of 131,072."""
 _JSON_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "model.safetensors.index.json"),
 )
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -122,9 +117,8 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
     is_whole, known = True, None
     if not folder.exists():
         if not is_model_name(model_path):
-            raise DataError(
-                f"model.model_path {model_path} cannot be sized: it is neither a folder nor a name on the Hub"
-            )
+            text = "it is neither a folder nor a name on the Hub"
+            raise DataError(f"model.model_path {model_path} cannot be sized: {text}")
         folder = cached_folder(model_path) or folder
         is_whole = has_weights(folder)  # the cache may hold some of the files
         known = None if is_whole else known_model(model_path)
@@ -136,27 +130,23 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
             )
     # From the table, the files, or a model on the meta device.
     weights: Mapping[str, tuple[int, ...]]
-    if known is not None:
-        weights, config = known
-    elif is_whole and [*folder.glob("*.safetensors")] and (folder / "config.json").is_file():
-        try:
-            config = _parse(folder / "config.json")
-            weights = _read_heads(folder)
-        except ValueError as error:
-            raise DataError(f"cannot determine the parameter shapes of model.model_path {folder}: {error}") from error
-    else:
-        # Late: only needed without files.
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+    try:
+        if known is not None:
+            weights, config = known
+        elif is_whole and [*folder.glob("*.safetensors")] and (folder / "config.json").is_file():
+            config, weights = _parse(folder / "config.json"), _read_heads(folder)
+        else:
+            # Late: only needed without files.
+            import torch
+            from transformers import AutoConfig, AutoModelForCausalLM
 
-        try:
             built = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(built, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot determine the parameter shapes of model.model_path {folder}: {error}") from error
-        config = built.to_dict()
-        weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            config = built.to_dict()
+            weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot determine the parameter shapes of model.model_path {folder}: {error}") from error
     is_quantized = bool(config.get("quantization_config"))
     config = config.get("text_config") or config
     try:

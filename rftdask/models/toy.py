@@ -10,7 +10,7 @@ Invariant: the same arguments give the same bytes, for tasks on any machine, for
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,19 +146,12 @@ def _byte_tokenizer(max_length: int, special: Sequence[str] = ()) -> Any:
 
 
 def write_toy_tasks(
-    folder: str | Path,
-    *,
-    seed: int = 0,
-    max_number: int = 99,
-    num_eval: int = 100,
-    num_answers: int = 16,
-    correct_share: float = 0.3,
+    folder: str | Path, *, seed: int = 0, num_eval: int = 100, num_answers: int = 16, correct_share: float = 0.3
 ) -> None:
     """Write sft, train, eval, pairs and graded.jsonl into `folder`, which is created if missing.
 
     Args:
         seed: seed of the split, the errors and the order of the rows.
-        max_number: the larger number is 10 to `max_number`, the smaller 0 to 9.
         num_eval: number of held-out questions; all others are trained on.
         num_answers: warm-up answers for each training question.
         correct_share: fraction of correct warm-up answers; the others are ten too high.
@@ -169,30 +162,29 @@ def write_toy_tasks(
     Raises: ValueError: no question would be left for training, or `correct_share` is not in [0, 1].
     """
     rng = random.Random(seed)
-    pairs = [(a, b) for a in range(10, max_number + 1) for b in range(10)]
+    pairs = [(a, b) for a in range(10, 100) for b in range(10)]
     if not 0 < num_eval < len(pairs):
         raise ValueError(f"num_eval {num_eval} must be in 1..{len(pairs) - 1}: there are {len(pairs)} questions")
     if not 0 <= correct_share <= 1:
         raise ValueError(f"correct_share {correct_share} must be in [0, 1]")
     rng.shuffle(pairs)
     eval_pairs, train_pairs = pairs[:num_eval], pairs[num_eval:]
-    warm_up = []
+    warm_up: list[dict[str, str | int]] = []
     for _ in range(num_answers):  # each question once before any is repeated
         rng.shuffle(train_pairs)
         for a, b in train_pairs:
             error = 0 if rng.random() < correct_share else 10
             warm_up.append({"prompt": f"{a}+{b}=", "response": str(a + b + error)})
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_rows(folder / "sft.jsonl", warm_up)
     sums = [(f"{a}+{b}=", a + b) for a, b in train_pairs]
-    pairs_of_answers = [{"prompt": q, "chosen": str(n), "rejected": str(n + 10)} for q, n in sums]
-    _write_rows(folder / "pairs.jsonl", pairs_of_answers)
-    _write_rows(folder / "graded.jsonl", [{"question": q, "answer": str(n), "ease": -n} for q, n in sums])
-    for name, rows in (("train", train_pairs), ("eval", eval_pairs)):
-        _write_rows(folder / f"{name}.jsonl", [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in rows])
-
-
-def _write_rows(path: Path, rows: Sequence[Mapping[str, str | int]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8", newline="\n")
+    files: dict[str, list[dict[str, str | int]]] = {
+        "sft": warm_up,
+        "pairs": [{"prompt": q, "chosen": str(n), "rejected": str(n + 10)} for q, n in sums],
+        "graded": [{"question": q, "answer": str(n), "ease": -n} for q, n in sums],
+        "train": [{"question": q, "answer": str(n)} for q, n in sums],
+        "eval": [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in eval_pairs],
+    }
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        Path(folder, f"{name}.jsonl").write_text(text, encoding="utf-8", newline="\n")

@@ -54,8 +54,7 @@ def oldest_resume_point(storage: Storage) -> ResumePoint | None:
     checkpoint exists. Raises: DamagedError: it cannot be read."""
     for step in checkpoint_steps(storage):
         manifest = read_manifest(storage, checkpoint_folder(step))
-        # A folder without a manifest is half written or half removed.
-        if manifest is not None:
+        if manifest is not None:  # otherwise half written or half removed
             state = parse_object(read_file(storage, checkpoint_folder(step), manifest, STATE_FILE))
             return ResumePoint(step, int(state["source"]["low"]))
     return None
@@ -103,11 +102,9 @@ def turns_of(strategy: str, hosts: Sequence[str]) -> list[int]:
     """Return the turn in which each rank writes, by `trainer.save_strategy`. hosts: host name of each rank."""
     if strategy == "unrestricted":
         return [0] * len(hosts)
-    # One turn per machine, in the order of first ranks.
-    if strategy == "single_node":
-        order = list(dict.fromkeys(hosts))
-        return [order.index(host) for host in hosts]
-    return list(range(len(hosts)))
+    # One turn per machine, in the order of first ranks; otherwise one per rank.
+    order = list(dict.fromkeys(hosts))
+    return [order.index(host) for host in hosts] if strategy == "single_node" else list(range(len(hosts)))
 
 
 class Background:

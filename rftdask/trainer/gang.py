@@ -186,8 +186,7 @@ class Gang:
         UserError.
         """
         generation, reached = 0, self.newest_step()
-        # Number of losses since the last new step, by whether a batch system took a worker.
-        losses: dict[bool, int] = {False: 0, True: 0}
+        losses = {False: 0, True: 0}  # since the last new step, by whether a batch system took a worker
         while True:
             generation += 1
             addresses: list[str] = []
@@ -292,8 +291,7 @@ class Gang:
         deadline = time.monotonic() + _CANCEL_TIMEOUT_S
         while time.monotonic() < deadline:
             # The workers are asked, since the scheduler forgets cancelled tasks whose threads still run.
-            running = self.client.run(active_keys, on_error="ignore")
-            if not any(keys & set(active) for active in running.values()):
+            if not any(keys & set(active) for active in self.client.run(active_keys, on_error="ignore").values()):
                 return
             time.sleep(_POLL_INTERVAL_S)
         raise ProcessLostError(

@@ -25,8 +25,8 @@ from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
 
 MAX_SKIPPED_IN_A_ROW = 3
 """Consecutive updates whose gradient is not finite; so many are an error."""
+# Smallest number of elements whose state torchao stores in blocks, if it is a multiple of the block size.
 _LEAST_IN_BLOCKS = 4096
-"""Smallest number of elements whose state torchao stores in blocks, if it is a multiple of the block size."""
 _LEAST_BLOCK = 32  # smallest block size that still saves memory: each block has a scale of four bytes
 _NUM_SKIPPED = "num_skipped_in_a_row"
 _SPARES = "spares_norms_biases_embeddings"
@@ -363,12 +363,8 @@ def _optimizer(
                 "loses small updates; use torchao.optim.AdamW8bit"
             )
         arguments["bf16_stochastic_round"] = True
-    tables = {
-        id(table)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding)
-        for table in module.parameters()
-    }
+    embeddings = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    tables = {id(table) for module in embeddings for table in module.parameters()}
     groups: dict[tuple[int, bool], list[Tensor]] = {}
     for full_name, parameter in parameters.items():
         # Decay of norms and biases (vectors) or of rare embedding rows does not reduce overfitting.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -187,8 +188,7 @@ class TinkerTrainEngine(TrainEngine):
 
     def evaluate(self, batches: Sequence[TrainingBatch]) -> dict[str, float]:
         """See TrainEngine."""
-        totals: dict[str, float] = {}
-        total = 0.0
+        totals, total = defaultdict[str, float](float), 0.0
         for batch in batches:
             self._check(batch)
             device_batch, indices = DeviceBatch(batch, _CPU), np.arange(len(batch))
@@ -199,7 +199,7 @@ class TinkerTrainEngine(TrainEngine):
             share = float(batch.num_trained.sum() if self._algorithm.loss_agg_mode == "token-mean" else len(batch))
             total += share
             for name, value in self._algorithm.compute_loss(inputs)[1].items():
-                totals[name] = totals.get(name, 0.0) + share * float(value)
+                totals[name] += share * float(value)
         return {name: value / total for name, value in totals.items() if name != "weight_sum"}
 
     def _check(self, batch: TrainingBatch) -> None:
@@ -316,11 +316,8 @@ class TinkerTrainEngine(TrainEngine):
         newest = max(versions, default=0), max(checkpoints, default=0)
         # Newer steps are kept: the run folder does not name them until they are written.
         states = [step for step in self._states if step not in checkpoints and step < newest[1]]
-        samplers = [
-            step
-            for step in self._samplers
-            if step not in (*versions, *checkpoints) and step < newest[step in self._states]
-        ]
+        named = {*versions, *checkpoints}
+        samplers = [step for step in self._samplers if step not in named and step < newest[step in self._states]]
         for path in [self._samplers.pop(step) for step in samplers] + [self._states.pop(step) for step in states]:
             timeout_s = min(self._timeout_s, _DELETE_TIMEOUT_S)
             try:

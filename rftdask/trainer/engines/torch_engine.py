@@ -196,9 +196,8 @@ class TorchEngine(TrainEngine):
                 # Layer by layer: they are alike, so one compilation serves all of them. Lengths differ in every pass.
                 layer.compile(dynamic=True)
         optimizer, grad_clip = config.algorithm.optimizer, self._trainer.grad_clip
-        total_updates = None
-        if total_steps is not None:
-            total_updates = total_steps * self._trainer.ppo_epochs * config.num_mini_batches
+        per_step = self._trainer.ppo_epochs * config.num_mini_batches
+        total_updates = None if total_steps is None else total_steps * per_step
         folders = config.explorer.plugin_dirs
         self._optimizer = ModelOptimizer(self._model, optimizer, grad_clip, self._strategy, total_updates, folders)
         self._frozen: list[Scorer] = []  # reference and teachers
@@ -216,9 +215,8 @@ class TorchEngine(TrainEngine):
                 body, self._trainer.critic, optimizer, grad_clip, self._strategy, folders, self._num_splits
             )
         # [2] float64: coefficients of KL loss and KL penalty, which change if they are adaptive.
-        self._kl_coefs = torch.tensor(
-            [algorithm.kl_loss_fn.kl_coef, algorithm.kl_penalty_fn.kl_coef], dtype=torch.float64
-        )
+        kls = (algorithm.kl_loss_fn, algorithm.kl_penalty_fn)
+        self._kl_coefs = torch.tensor([kl.kl_coef for kl in kls], dtype=torch.float64)
 
     @cached_property
     def _images(self) -> ImageProcessor:
@@ -227,10 +225,8 @@ class TorchEngine(TrainEngine):
     def _device_batch(self, batch: TrainingBatch) -> DeviceBatch:
         if batch.images is not None:
             if isinstance(self._strategy, FSDP2 | TensorParallel) and self._ranks.size > 1:
-                raise UserError(
-                    "ranks that hold parts of a model cannot compute rows with images; set "
-                    "trainer.trainer_strategy: ddp"
-                )
+                text = "ranks that hold parts of a model cannot compute rows with images"
+                raise UserError(f"{text}; set trainer.trainer_strategy: ddp")
             storage = open_storage(self._config.checkpoint_job_dir)
             while read_parent(storage) is not None:  # a lineage trains experiences of the run that it is in
                 storage = parent_storage(storage)
@@ -542,7 +538,6 @@ class TorchEngine(TrainEngine):
         self._host_copy = HostCopy(self._tensors(), self._device)
 
     def return_to_device(self) -> None:
-        """See TrainEngine."""
         if self._host_copy is not None:
             self._host_copy.back()
             self._host_copy = None
@@ -550,8 +545,8 @@ class TorchEngine(TrainEngine):
     def _tensors(self) -> Iterator[Tensor]:
         """Yield everything that stays on the device between steps."""
         for module in self._modules():
-            for parameter in module.parameters():
-                yield from (parameter, *(() if parameter.grad is None else (parameter.grad,)))
+            yield from module.parameters()
+            yield from (parameter.grad for parameter in module.parameters() if parameter.grad is not None)
             yield from module.buffers()
         yield from self._optimizer.tensors()
         if self._critic is not None:
@@ -649,15 +644,12 @@ class TorchEngine(TrainEngine):
 
 def teachers_of(batch: TrainingBatch, config: Config) -> np.ndarray:
     """Return [N]: the number of each row's auxiliary model. Raises: DataError: a row has no teacher."""
-    names = [
-        config.dataset_name if expert else uid.partition("/")[0]
-        for uid, expert in zip(batch.uids, batch.experts, strict=True)
-    ]
+    rows = zip(batch.uids, batch.experts, strict=True)
+    names = [config.dataset_name if expert else uid.partition("/")[0] for uid, expert in rows]
     numbers = {name: config.explorer.teacher_of(name) for name in dict.fromkeys(names)}
-    if None in numbers.values():
-        name = next(name for name, number in numbers.items() if number is None)
+    if untaught := [name for name, number in numbers.items() if number is None]:
         raise DataError(
-            f"the rows of {name!r} have no teacher; name it in `teacher_for` of an explorer.auxiliary_models"
+            f"the rows of {untaught[0]!r} have no teacher; name it in `teacher_for` of an explorer.auxiliary_models"
         )
     return np.array([numbers[name] for name in names])
 
