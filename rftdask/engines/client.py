@@ -160,8 +160,7 @@ class AskedEngine(ABC):
                 server.NumberedRequest(n, replace(each, on_tokens=None), each.on_tokens is not None)
                 for n, each in zip(numbers, requests, strict=True)
             )
-            # One message for all requests: the engine takes them in one step, and siblings share the work on their
-            # prompt.
+            # One message for all: the engine takes them in one step, and siblings share the work on their prompt.
             self._send(server.Generate(tuple(numbered)))
 
         # Called when the future is done, also by a result; only cancellations are sent to the engine. A pending future
@@ -288,8 +287,7 @@ class EngineClient(AskedEngine):
         self._fetched: NodeCache | None = None  # files of the last `fetch`
         self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()  # Messages to write. None: stop the writer.
         self._child = Child(
-            # A child process: a model that exhausts memory or crashes in a kernel costs the engine, not the Dask
-            # worker.
+            # A child process: a model that crashes in a kernel costs the engine, not the Dask worker.
             server.TARGET,
             spec.to_plain(),
             name=f"engine-{spec.section.engine_type}",
@@ -439,8 +437,7 @@ class EngineClient(AskedEngine):
                 try:
                     served = self._load(storage, published, in_flight)
                     break
-                # A file that is being replicated or cached is complete a moment later. A version that was removed
-                # stays missing.
+                # A file that is being replicated or cached is complete a moment later.
                 except (DamagedError, NotFoundError) as error:
                     if attempt == _LOAD_ATTEMPTS:
                         text = f"weights of version {published.version} cannot be loaded: {error}"

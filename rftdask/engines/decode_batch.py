@@ -259,10 +259,15 @@ class DecodeBatch:
 
     def sample(self, logits_BV: Tensor) -> Tensor:
         """Sample and record the next token of each row: [B] int64."""
-        rows = self._rows
+        rows, may_come_BV = self._rows, None
+        if self._guides:
+            allowed_BV = np.ones((len(self.numbers), self._vocab_size), bool)
+            for row, number in enumerate(self.numbers):
+                if number in self._guides:
+                    allowed_BV[row] = self._guides[number].allowed()
+            may_come_BV = torch.from_numpy(allowed_BV).to(self._device)
         # Each row has its own write position, since rows entered at different times.
         place_B1 = rows.length_B[:, None]
-        # Sample, record, and detect finished rows, all on the device without a wait.
         tokens_B, logprobs_B = sample_tokens(
             logits_BV,
             rows.uniforms_BT.gather(1, place_B1)[:, 0],
@@ -270,7 +275,7 @@ class DecodeBatch:
             num_sampled_B=rows.length_B,
             end_ids=self._end_ids,
             seen_BV=rows.seen_BV,
-            may_come_BV=self._may_come(),
+            may_come_BV=may_come_BV,
         )
         if rows.seen_BV.shape[1]:
             rows.seen_BV.scatter_(1, tokens_B[:, None], True)
@@ -288,16 +293,6 @@ class DecodeBatch:
         if self._stopping:
             self._stop_at_texts()
         return tokens_B
-
-    def _may_come(self) -> Tensor | None:
-        """[B, V] bool, True for tokens that guides allow. None: no row has a guide."""
-        if not self._guides:
-            return None
-        allowed_BV = np.ones((len(self.numbers), self._vocab_size), bool)
-        for row, number in enumerate(self.numbers):
-            if number in self._guides:
-                allowed_BV[row] = self._guides[number].allowed()
-        return torch.from_numpy(allowed_BV).to(self._device)
 
     def _stop_at_texts(self) -> None:
         # End rows that contain a complete stop text. Waits for the device, for these rows only.

@@ -84,7 +84,6 @@ class SamplingRows:
 
 def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B: Tensor) -> Tensor:
     """Logits of seen tokens divided by the penalty if positive, else multiplied. Source: CTRL, arXiv:1909.05858."""
-    # [B, V]: 1 (no effect) where the token did not occur.
     penalty_BV = torch.where(seen_BV, penalty_B[:, None], 1.0)
     return torch.where(logits_BV > 0, logits_BV / penalty_BV, logits_BV * penalty_BV)
 
@@ -166,7 +165,6 @@ def sample_tokens(
         allowed_BV = forbid_tokens(allowed_BV, end_ids, forbidden_B)
     if may_come_BV is not None:
         allowed_BV = allowed_BV.masked_fill(~may_come_BV, -torch.inf)
-    # int64 [B], filled below by the kind of row.
     tokens_B = torch.zeros_like(rows.top_k_B)
     if rows.uses_sampling:
         # Without penalty and forbidden tokens both use the same logits, which saves a softmax.

@@ -183,9 +183,8 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     again = _smoke_requests(spec, longest=False)  # repeated after the first weights or adapters are loaded
     rests = True  # the engine may leave the device
 
-    # One message at a time, in order: a `LoadWeights` that is not in flight waits until every request before it is
-    # answered, so no result mixes two versions. The second argument of iter would end the loop, but no message equals
-    # it: the process ends when its client has gone, see `Channel`.
+    # One message at a time, in order: a `LoadWeights` that is not in flight waits for every request before it, so no
+    # result mixes two versions. No message equals the second argument of iter: the process ends with its client.
     for plain in channel if device_lock is None else iter(partial(channel.try_receive, _LOOK_S), channel):
         client.message = None if plain is None else FROM_CLIENT.decode(plain)
         while (message := client.message) is not None:

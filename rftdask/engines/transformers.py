@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,8 +110,6 @@ class TransformersEngine(Engine):
         # Of the files loaded last. Empty for adapters and before the first load.
         self._loaded_files: list[list[Place]] = []
         self._host_copy: HostCopy | None = None
-        self._tokenizer: Any = None
-        self._guides: Guides | None = None
         self._routers: Routers | None = None
         self._images = ImageProcessor(model_path, trust_remote_code=trust_remote_code)
         self._trust_remote_code = trust_remote_code
@@ -141,18 +140,18 @@ class TransformersEngine(Engine):
         except RuntimeError as error:  # from torch: out of memory, a failed kernel
             raise RoleError(f"{self} failed on a batch of {len(batch.numbers)} requests: {error}") from error
 
-    def _own_tokenizer(self) -> Any:
-        if self._tokenizer is None:  # needed only for stop texts and grammars
-            source = local_model(self.model_path)
-            self._tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=self._trust_remote_code)
-        return self._tokenizer
+    @cached_property
+    def _tokenizer(self) -> Any:  # needed only for stop texts and grammars
+        return AutoTokenizer.from_pretrained(local_model(self.model_path), trust_remote_code=self._trust_remote_code)
+
+    @cached_property
+    def _guides(self) -> Guides:
+        return Guides(self._tokenizer, self._vocab_size, self._end_ids.tolist())
 
     def _text_of(self, tokens: list[int]) -> str:
-        return cast(str, self._own_tokenizer().decode(tokens, skip_special_tokens=True))
+        return cast(str, self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _guide(self, sampling: SamplingParams) -> Guide:
-        if self._guides is None:
-            self._guides = Guides(self._own_tokenizer(), self._vocab_size, self._end_ids.tolist())
         return self._guides.guide(sampling)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
@@ -163,8 +162,7 @@ class TransformersEngine(Engine):
                 raise RoleError(f"{self} cannot score: an empty prompt or response, or tokens it does not know")
             tokens_1L = torch.tensor([[*prompt, *response]], device=self.device)
             with torch.inference_mode():
-                # [R, V]: logits at a position predict the next token, so those of the response begin one position
-                # before it.
+                # [R, V]: logits predict the next token, so those of the response begin one position before it.
                 logits_RV = self._model(input_ids=tokens_1L, use_cache=False).logits[0, len(prompt) - 1 : -1]
                 logprobs_RV = logits_RV.float().log_softmax(dim=-1)
                 scored.append(logprobs_RV.gather(1, tokens_1L[0, len(prompt) :, None])[:, 0].tolist())
@@ -200,8 +198,7 @@ class TransformersEngine(Engine):
             if may_enter and (num := batch.num_fitting(self.max_batch_tokens)):
                 alone = not batch.numbers
                 prompts, others = batch.enter(num, self.policy_version), DynamicCache(config=self._model.config)
-                # New prompts are computed into a separate cache. In a joint pass every running row would be padded to
-                # the longest prompt.
+                # Into a separate cache: in a joint pass every running row would be padded to the longest prompt.
                 if any(prompts.images):
                     others_BV, others, shift_D = self._read_images(prompts)
                     batch.shift_positions(prompts, shift_D)
@@ -266,7 +263,6 @@ class TransformersEngine(Engine):
             if self._routers is None
             else self._routers.taken().unflatten(0, tokens.shape)
         )
-        # [B, 1, V] -> [B, V].
         return output.logits[:, -1], experts
 
     def _read_images(self, prompts: Prompts) -> tuple[Tensor, DynamicCache, list[int]]:

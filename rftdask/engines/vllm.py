@@ -208,8 +208,7 @@ class VllmEngine(Engine):
         self._make_cache()
         try:
             while True:
-                # All new requests first, then at most one result, so that requests of one poll enter the batch
-                # together.
+                # At most one result between polls, so that requests of one poll enter the batch together.
                 unwanted = set()
                 for number, request in take():
                     if request is None:
@@ -437,8 +436,7 @@ class VllmEngine(Engine):
         self._lacks_cache = False
         given = {"model": model_path, **self._args}
         if hasattr(AsyncEngineArgs, "mm_device_do_normalize"):
-            # The processor of the model normalizes pixels, as in the trainer. By default vLLM uses the values in the
-            # model's files, and does not normalize if these leave it to the processor class.
+            # The processor of the model normalizes pixels, as in the trainer; vLLM may not normalize by default.
             given.setdefault("mm_device_do_normalize", False)
         if self._nodes is not None:
             given = self._nodes.begin(given, on_cpu=self._on_cpu)
@@ -448,8 +446,7 @@ class VllmEngine(Engine):
             raise UserError(f"explorer.rollout_model.extra_engine_args: rejected by vLLM: {error}") from error
 
         async def start() -> AsyncLLM:
-            # As one that is given whole batches: as many sequences at once as suit the GPU, by vLLM's own table (1,024
-            # on one of 80 GB). Without it they are 128 on any.
+            # As many sequences at once as suit the GPU, by vLLM's own table (1,024 on one of 80 GB, otherwise 128).
             return AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
 
         try:

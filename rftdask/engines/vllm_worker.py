@@ -124,8 +124,7 @@ class WeightWorker:
         tied = list(_tied_heads(model))
         self.model_runner.reload_weights(weights_iterator=_tensors(files))
         for head, embedding in tied:
-            # vLLM loads by layer, and a tied layer has no tensor in the file: a CPU would keep using a packed copy of
-            # the old weights.
+            # vLLM loads by layer; of a tied layer without a tensor in the file a CPU would keep an old packed copy.
             head.weight = embedding.weight
             head.quant_method.process_weights_after_loading(head)
 

@@ -26,16 +26,16 @@ from rftdask.errors import DataError
 _SIZES = ("num_experts", "num_local_experts", "n_routed_experts")  # names of the number of experts in configurations
 
 
-def routers_of(model: PreTrainedModel) -> tuple[list[torch.nn.Module], int]:
+def routers_of(model: PreTrainedModel, key: str) -> tuple[list[torch.nn.Module], int]:
     """Return the routers of a model, from the first layer on, and the index of the logits among their outputs.
 
-    Raises: DataError: transformers does not know routers in the model.
+    Raises: DataError: transformers does not know routers in the model. key: option that needs them.
     """
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = recorder.target_class if isinstance(recorder, OutputRecorder) else ()
     routers = [module for module in model.modules() if isinstance(module, kind)]
     if not isinstance(recorder, OutputRecorder) or not routers:
-        raise DataError(f"{type(model).__name__} has no routers of experts")
+        raise DataError(f"{key}: {type(model).__name__} has no routers of experts; leave it out")
     return routers, recorder.index
 
 
@@ -45,7 +45,7 @@ class Routers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Hook into every later pass of `model`. Raises: DataError: the model has no routers, or hides them."""
-        routers, _ = routers_of(model)
+        routers, _ = routers_of(model, "algorithm.enable_router_replay")
         config = model.config.get_text_config()
         self._name = type(model).__name__
         self.num_taken = int(config.num_experts_per_tok)
@@ -133,10 +133,7 @@ class RouterLoss:
 
     def __init__(self, model: PreTrainedModel, coef: float) -> None:
         """Raises: DataError: transformers does not know routers in the model."""
-        try:
-            self._routers, self._index = routers_of(model)
-        except DataError as error:
-            raise DataError(f"trainer.router_aux_loss_coef {coef}: {error}; leave it out") from error
+        self._routers, self._index = routers_of(model, f"trainer.router_aux_loss_coef {coef}")
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # late: few models need it
 
         self._loss, self._coef = load_balancing_loss_func, coef

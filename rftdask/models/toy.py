@@ -128,8 +128,7 @@ def _byte_tokenizer(max_length: int, special: Sequence[str] = ()) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the file is written in milliseconds
-    # Qwen2's class, which AutoTokenizer requires for this architecture. Without merges each byte of the UTF-8 text is
-    # one token.
+    # Qwen2's class, which AutoTokenizer requires for this architecture. Without merges each byte is one token.
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *special, *sorted(ByteLevel.alphabet())])}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,

@@ -162,7 +162,7 @@ def hidden_states(model: torch.nn.Module, rows: PackedRows) -> Tensor:
     body: Any = getattr(model, "base_model", model)
     if body.config._attn_implementation == PACKED and (rows.images is None or packs_images(body)):
         return _packed_states(body, rows)
-    assert rows.split is None, "only packed rows are split, see `check_splits`"
+    assert rows.split is None, "only packed rows are split, see `check_model`"
     return _unpacked_states(body, rows)
 
 
@@ -227,13 +227,3 @@ def pack_if_equal(model: PreTrainedModel) -> bool:
     if not equal:  # the model is trained row by row, slower but right
         model.set_attn_implementation(original)
     return equal
-
-
-def check_splits(model: PreTrainedModel, num_parts: int) -> None:
-    """Raises: ValueError: ranks cannot split sequences: the model does not pack, or has too few or odd heads."""
-    name = type(model).__name__
-    if model.config._attn_implementation != PACKED:
-        raise ValueError(f"{name} does not compute packed rows, so ranks cannot split a sequence")
-    heads = model.config.get_text_config().num_attention_heads
-    if heads % num_parts:
-        raise ValueError(f"{name} has {heads} attention heads, which {num_parts} ranks cannot split evenly")

@@ -279,8 +279,7 @@ class Checkpoints:
 
         Raises: DamagedError: it belongs to another lineage.
         """
-        # All ranks together verify it before anything changes. Loading reads it again: holding the verified bytes would
-        # take as much memory as the state.
+        # All ranks together verify it before anything changes. Loading reads it again, which saves memory.
         steps = self.ranks.broadcast(checkpoint_steps(self._storage) if self.ranks.is_rank0 else None)
         for step in reversed(steps):
             files = self._try_read(step)

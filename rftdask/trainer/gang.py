@@ -119,7 +119,6 @@ def supervise(spec: RankSpec, address: str) -> Ended:
     interface = interface_of(host_of(address))
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
     sockets = {name: os.environ.get(name, interface or "") for name in names}
-    # A child process: a rank that crashes must not take the Dask worker with it.
     forget(spec.log_folder, spec.rank)
     child = Child(
         RANK,
@@ -185,10 +184,9 @@ class Gang:
         Raises: RoleError: a rank raised an error that a restart does not avoid, or was lost too often; FencedError;
         UserError.
         """
-        generation, reached = 0, self.newest_step()
+        reached = self.newest_step()
         losses = {False: 0, True: 0}  # since the last new step, by whether a batch system took a worker
         while True:
-            generation += 1
             addresses: list[str] = []
             try:
                 addresses = self._wait_for_workers()
@@ -197,7 +195,7 @@ class Gang:
                 # Folders of mkdtemp are private to their owner.
                 with TemporaryFolder("ranks") as folder:
                     rendezvous = self._rendezvous(addresses, folder)
-                    key = f"trainer-{generation}-{time.time_ns()}"  # unique
+                    key = f"trainer-{time.time_ns()}"  # unique
                     futures = [
                         self.client.submit(
                             supervise,

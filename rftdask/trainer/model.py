@@ -39,7 +39,7 @@ from rftdask.models.image_models import model_class
 from rftdask.models.model_shape import MAX_LOGITS
 from rftdask.storage.staging import staged
 from rftdask.synchronizer.tensor_heads import read_file_head
-from rftdask.trainer.attention import check_splits, hidden_states, pack_if_equal
+from rftdask.trainer.attention import PACKED, hidden_states, pack_if_equal
 from rftdask.trainer.engines.strategies.base import distinct_state, local
 from rftdask.trainer.packing import PackedRows
 
@@ -140,7 +140,6 @@ def _reading_parts(spread: Callable[[PreTrainedModel], None] | None, device: str
             weights: dict[str, Any] = dict(state_dict or {})
             for file in () if state_dict is not None else files:
                 if file.endswith(".safetensors"):
-                    # Slices are read lazily.
                     reader: Any = opened.enter_context(safe_open(file, framework="pt"))
                     weights |= dict(zip(names := list(reader.keys()), map(reader.get_slice, names), strict=True))
                 else:
@@ -175,13 +174,14 @@ def check_model(model: PreTrainedModel, num_splits: int, *, has_logits: bool = T
         _check_head(model, model_path)
     pack_if_equal(model)
     model.train(training)
-    if num_splits > 1:
-        try:
-            check_splits(model, num_splits)
-        except ValueError as error:
-            raise DataError(
-                f"model.model_path {model_path}: {error}; lower trainer.ulysses_sequence_parallel_size {num_splits}"
-            ) from error
+    problem = ""
+    if num_splits > 1 and model.config._attn_implementation != PACKED:
+        problem = "does not compute packed rows, so ranks cannot split a sequence"
+    elif num_splits > 1 and (heads := model.config.get_text_config().num_attention_heads) % num_splits:
+        problem = f"has {heads} attention heads, which {num_splits} ranks cannot split evenly"
+    if problem:
+        remedy = f"lower trainer.ulysses_sequence_parallel_size {num_splits}"
+        raise DataError(f"model.model_path {model_path}: {type(model).__name__} {problem}; {remedy}")
 
 
 def frozen_dtype(model_path: str) -> str:
@@ -296,7 +296,6 @@ def token_logprobs(
     hidden_QH = predicting_states(model, rows)
     causal: Any = model
     head = causal.get_output_embeddings()
-    # Logits, tokens times vocabulary, are by far the largest tensor; chunks bound the memory.
     size = max(1, max_logits // head.weight.shape[0])
     if teacher is not None:
         size = max(1, size // _LOGITS_OF_A_DIVERGENCE)
@@ -309,7 +308,6 @@ def token_logprobs(
         num_chunks = -(-len(hidden_QH) // size)
         split = ([None] * num_chunks if values is None else values.split(size) for values in inputs)
         chunks = zip(*split, strict=True)
-        # Without checkpoint() the logits of all chunks would be kept for the backward pass.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         parts = [checkpoint(_score, head, *chunk, wanted, teacher, **options) for chunk in chunks]
         logprobs_Q, extra_Q = (torch.cat(values) for values in zip(*parts, strict=True))
@@ -374,7 +372,6 @@ def _score(
     teacher: TeacherStates | None,
 ) -> tuple[Tensor, Tensor]:
     """Return [Q] logprobs, and [Q] entropies (wanted: True), a statistic or nothing (False); [Q, 2] with a teacher."""
-    # Statistics have no gradient.
     with torch.set_grad_enabled(torch.is_grad_enabled() and not callable(wanted)):
         logits_QV = head(hidden_QH).float()
     teacher_QV = logits_QV

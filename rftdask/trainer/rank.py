@@ -177,8 +177,7 @@ def build_trainer(
     planned = None if parent is None else parent.schedule_steps  # a replay has its parent's learning rates
     registered, folders = registered_train_engines(), config.explorer.plugin_dirs
     engine = find_part("trainer engine", config.trainer.trainer_type, registered, folders)
-    # The threads that save, publish and prefetch communicate while the ranks train, hence groups of their own. Creating
-    # a group is a call of all ranks, in one order.
+    # The threads that save, publish and prefetch communicate while the ranks train, hence groups of their own.
     timeout = timedelta(seconds=_COLLECTIVE_TIMEOUT_S)
     savers, publishers, readers = (
         ProcessRanks(dist.new_group(backend="gloo", timeout=timeout)) if ranks.size > 1 else None for _ in range(3)

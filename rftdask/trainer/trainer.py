@@ -109,10 +109,8 @@ class Trainer:
     def __post_init__(self) -> None:
         # Emitted by the saving thread once the manifest is written, after `_save` has returned.
         self.checkpoints.on_commit = lambda step: self.emit(CheckpointSaved(step))
-        # (step, fingerprint of the weights after it)
-        self._fingerprint: tuple[int, Fingerprint | None] = (0, None)
-        # Last published and saved steps; those of rank 0 are used.
-        self._published = self._saved = 0
+        self._fingerprint: tuple[int, Fingerprint | None] = (0, None)  # step and that of the weights after it
+        self._published = self._saved = 0  # last steps; those of rank 0 are used
         self._saved_s = time.monotonic()
         self._publishing, self._prefetching = Background("publisher"), Background("prefetch")
         self._publisher = Publisher(
@@ -142,8 +140,7 @@ class Trainer:
             while True:
                 # Also while waiting for a batch: the explorer may wait for weights whose publication failed.
                 self._publishing.check()
-                # While rank 0 waits for data, it broadcasts several times a second, so that no rank reaches the
-                # deadline of the process group.
+                # Several times a second while rank 0 waits for data: no rank reaches the deadline of the group.
                 action, entry_json = self.ranks.broadcast(self._next_action(step) if self.ranks.is_rank0 else None)
                 # The supervisor ends a rank without messages, and only rank 0 reports steps.
                 if time.monotonic() - self._heartbeat_s > _HEARTBEAT_INTERVAL_S:

@@ -261,7 +261,7 @@ def test_guided_answers_equal_those_of_the_transformers_engine(
         for each, form in zip(REQUESTS, forms, strict=True)
     ]
     answers = engine.generate(asked)
-    guides = Guides(others[0]._own_tokenizer(), 128, END_IDS)
+    guides = Guides(others[0]._tokenizer, 128, END_IDS)
     for request, answer in zip(asked, answers, strict=True):
         guide = guides.guide(request.sampling)
         for token in answer.tokens:
@@ -283,7 +283,7 @@ def test_forbidden_words_never_occur_and_forced_answers_end(
         sampling = dataclasses.replace(greedy, bad_tokens=(bad,))
         [answer], [expected] = (each.generate([GenerateRequest((3, 4), sampling, 0)]) for each in (engine, others[0]))
         assert answer.tokens == expected.tokens != free.tokens
-    [y] = others[0]._own_tokenizer().encode("y")
+    [y] = others[0]._tokenizer.encode("y")
     nothing = SamplingParams(12, grammar='start: "yes"', bad_tokens=((y,),))
     [ended] = engine.generate([GenerateRequest((3, 4), nothing, 0)])
     assert (len(ended.tokens), ended.finish_reason) == (1, "stop") and ended.tokens[0] in END_IDS

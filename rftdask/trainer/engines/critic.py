@@ -67,16 +67,12 @@ class Critic:
         self._cliprange_value = section.cliprange_value
         self._strategy = strategy
         strategy.prepare(self.model, layers_of(body, policy._no_split_modules or ()))
-        if strategy.reads_parts:
+        if strategy.sharded:
             strategy.within(self.model, lambda: check_model(policy, num_splits, has_logits=False))
         # A constant rate: values must follow a policy that moves until the end of the run.
         constant = {"lr": section.lr, "lr_warmup_steps": 0, "lr_scheduler_type": "constant"}
         optimizer = optimizer.model_copy(update=constant)
         self.optimizer = ModelOptimizer(self.model, optimizer, grad_clip, strategy, None, plugin_dirs)
-
-    def values(self, batch: DeviceBatch, plan: MicroBatchPlan) -> Tensor:
-        """Returns [Q] float32 values before every response token."""
-        return plan.score_tokens(batch, self.model)
 
     def update(
         self,

@@ -57,7 +57,6 @@ class DeviceBatch:
         self._starts = self._lengths.cumsum() - self._lengths
         held = np.flatnonzero(batch.is_held).tobytes()
         self._rows_of_ranks = [np.frombuffer(data, np.int64) for data in self._ranks.all_gather_bytes(held)]
-        # Copied to the device once per batch; micro-batches index them there.
         self.rollout_logprobs_Q = _tensor(np.asarray(batch.rollout_logprobs, np.float32)).to(device)
         self.loss_mask_Q = _tensor(np.asarray(batch.loss_mask, np.bool_)).to(device)
         self.num_trained_N = _tensor(batch.num_trained).to(device)
@@ -374,8 +373,7 @@ def mini_batches(experts_N: np.ndarray, count: int, *, unit: int, seed: int, epo
         epoch: number of the epoch in the run; the order depends on it, and is the same on all ranks.
     """
     order = random_order(len(experts_N) // unit, seed, epoch)
-    # Dealt like cards, demonstrations last: sizes and shares differ by at most one unit. The stable sort keeps both
-    # kinds shuffled.
+    # Dealt like cards, demonstrations last: sizes and shares differ by at most one unit. The sort is stable.
     order = order[np.argsort(experts_N[::unit][order], kind="stable")]
     return [rows_of_units(np.sort(order[first::count]), unit) for first in range(min(count, len(order)))]
 
@@ -486,7 +484,6 @@ def micro_batches(
     limits = ((tokens_U, max_tokens), (rows_U, most_rows))
     # A generator: mostly the first try fits.
     tries = (deal(costs_U, number, limits) for number in range(fewest, len(units)))
-    # The first number of micro-batches into which all units fit; in the worst case one for each unit.
     parts = next(filter(None, tries), [np.array([unit]) for unit in range(len(units))])
     return [np.sort(np.concatenate([units[number] for number in part])) for part in parts if len(part)]
 

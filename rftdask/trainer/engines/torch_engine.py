@@ -173,19 +173,13 @@ class TorchEngine(TrainEngine):
         self._adapter = {} if self._lora is None else adapters.adapter_names(self._model)
         self._model.train()
         if algorithm.schema not in ("sft", "cpt"):
-            # Logprobs are compared with those of other models, computed without dropout: its noise would be in every
-            # ratio and margin.
+            # Logprobs are compared with those of other models: the noise of dropout would be in every ratio and margin.
             policies.turn_off_dropout(self._model)
         if self._trainer.gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         coef = self._trainer.router_aux_loss_coef
         self._router_loss = RouterLoss(self._model, coef) if coef else None
-        self._routers: Routers | None = None
-        if config.algorithm.enable_router_replay:
-            try:
-                self._routers = Routers(self._model)
-            except DataError as error:
-                raise DataError(f"algorithm.enable_router_replay: {error}; leave it out") from error
+        self._routers = Routers(self._model) if config.algorithm.enable_router_replay else None
         # After adapters are added, and before the optimizer sees the parameters.
         self._policy = self._prepared(self._model, self._routers)
         if self._routers is not None and self._model.config._attn_implementation != PACKED:
@@ -278,7 +272,6 @@ class TorchEngine(TrainEngine):
                     # One denominator for the mini-batch, so gradients of micro-batches and ranks add up to its own.
                     weights_N = device_batch.row_weights(self._config, algorithm, indices, step)
                     sums: dict[str, Tensor] = {}
-                    # Gradients accumulate; weights change only in `ModelOptimizer.step`.
                     for teacher, teacher_plan in self._teacher_plans(batch, indices, plan):
                         for micro_batch in teacher_plan.micro_batches:
                             with nullcontext() if self._router_loss is None else self._router_loss.listening():
@@ -415,7 +408,7 @@ class TorchEngine(TrainEngine):
         if keeps_proximal(self._config, self._algorithm) and "policy_logprobs_Q" not in scores:
             scores["policy_logprobs_Q"] = score(self._policy)
         if self._critic is not None:
-            scores["values_Q"] = self._critic.values(device_batch, plan)
+            scores["values_Q"] = plan.score_tokens(device_batch, self._critic.model)
         if self._algorithm.policy_loss_fn.uses_kl_baseline:
             device_batch.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
         return scores
@@ -562,8 +555,7 @@ class TorchEngine(TrainEngine):
             return {}
         model = self._model
         if self._adapter:
-            # Into a model of its own: merging cannot be undone to the bit. Read from its files, since the model here
-            # may be spread over ranks.
+            # Into a model of its own: merging cannot be undone to the bit, and the one here may be spread over ranks.
             model, _ = self._load(self._path, device="cpu", num_splits=1)
             adapters.add_adapter(model, self._adapter_settings | {"inference_mode": False})
             named = {self._adapter[name]: tensor for name, tensor in tensors.items()}
@@ -624,7 +616,7 @@ class TorchEngine(TrainEngine):
         whole = lora is not None and adapters.needs_weights(lora)  # such adapters are initialized from the weights
         # `compute_wide` goes neither with cut layers nor with compiled ones, so those are loaded in float32.
         narrow = not whole and not isinstance(self._strategy, TensorParallel)
-        narrow &= self._strategy.reads_parts or not self._trainer.torch_compile
+        narrow &= self._strategy.sharded or not self._trainer.torch_compile
         dtype = policies.frozen_dtype(model_path) if narrow else "float32"
         return self._load(model_path, dtype=dtype, spread=None if whole else self._strategy.reading)
 
@@ -633,7 +625,7 @@ class TorchEngine(TrainEngine):
         scores_sequences = self._algorithm.policy_loss_fn.scores_sequences
         scorer = (RowScorer if scores_sequences else Scorer)(model, routers)
         self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
-        if not self._strategy.reads_parts:
+        if not self._strategy.sharded:
             policies.compute_wide(model)
         else:  # the strategy converts weights as it gathers them
             self._strategy.within(

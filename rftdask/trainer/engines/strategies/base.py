@@ -27,9 +27,8 @@ class Strategy:
     passes_together: bool = False
     """True if a pass moves weights between ranks, so that all ranks must make the same number of passes."""
     sharded: bool = False
-    """True if a rank holds only a part of weights and optimizer state."""
-    reads_parts: bool = False
-    """True if a rank only reads its part of the weights: `spread` lays models out before their files are read."""
+    """True if a rank reads and holds only a part of weights and optimizer state: `spread` lays models out before their
+    files are read."""
     group: Ranks | None = None
     """Ranks that compute the same rows as this one; None: only this rank."""
 
@@ -39,7 +38,7 @@ class Strategy:
     @property
     def reading(self) -> Callable[[PreTrainedModel], None] | None:
         """`spread` if a rank only reads its part; None: it reads everything."""
-        return self.spread if self.reads_parts else None
+        return self.spread if self.sharded else None
 
     def spread(self, model: PreTrainedModel) -> None:
         """Turn weights on the meta device into this rank's parts (DTensors), in place."""
@@ -78,7 +77,6 @@ class Strategy:
         tensors: dict[str, Tensor] = {}
         for name, tensor in distinct_state(module).items():
             if names is None or name in names:
-                # A collective call if the tensor is sharded, so all ranks make it.
                 whole = full(tensor)
                 if self.ranks.is_rank0:
                     tensors[name] = whole.cpu().contiguous()

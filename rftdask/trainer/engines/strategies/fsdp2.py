@@ -32,8 +32,6 @@ class FSDP2(Strategy):
     passes_together = True
     sharded = True
 
-    reads_parts = True
-
     def __init__(
         self, ranks: Ranks, device: torch.device, section: TrainerConfig, cut: TensorParallel | None = None
     ) -> None:

@@ -42,7 +42,6 @@ class TensorParallel(Strategy):
     """Splits layers within a group of neighbors."""
 
     sharded = True
-    reads_parts = True
 
     def __init__(self, ranks: Ranks, group: Ranks, across: Ranks, device: torch.device) -> None:
         """group: neighbors that share a model with this rank. across: ranks that hold the same part of it."""
