@@ -50,9 +50,14 @@ def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log
 
 def sampling_params(taskset: TasksetConfig, config: Config, explore_step: int = 1) -> SamplingParams:
     """Sampling parameters of the policy for a taskset at an explore step."""
-    arguments, temperature = taskset.rollout_args, taskset.rollout_args.temperature_at(explore_step)
-    own = {"max_tokens": arguments.max_tokens, "temperature": temperature}
-    return replace(model_sampling(config.model), **own, top_p=arguments.top_p, top_k=arguments.top_k)
+    arguments = taskset.rollout_args
+    return replace(
+        model_sampling(config.model),
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature_at(explore_step),
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+    )
 
 
 def remote_models(config: Config) -> dict[str, InferenceModelConfig]:

@@ -116,8 +116,14 @@ class VllmEngine(Engine):
         "(explorer.rollout_model.tensor_parallel_size)"
     )
     config_keys = (
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"),
-        *("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "gpu_memory_utilization"),
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "enable_expert_parallel",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "gpu_memory_utilization",
         "extra_engine_args",
     )
 
