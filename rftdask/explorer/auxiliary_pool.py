@@ -1,7 +1,7 @@
 """Assigns auxiliary models to the workers that serve them; runs in the driver.
 
 Each worker of auxiliary models serves one model for the whole run, and explorer workers discover it
-(auxiliary_client.py). A lost worker is requested again, and the next one that joins serves its model. A worker beyond
+(auxiliary_models.py). A lost worker is requested again, and the next one that joins serves its model. A worker beyond
 the requested number serves the model with the smallest fraction of its engines.
 """
 
@@ -19,8 +19,7 @@ from rftdask.config import Config
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.errors import RoleError, UserError, WaitTimeout
 from rftdask.processes.dask_task import WorkerInfo
-from rftdask.rollouts.auxiliary_client import AUXILIARY_RESOURCE
-from rftdask.rollouts.auxiliary_task import SERVING_TOPIC, AuxiliaryTask, serve_auxiliary
+from rftdask.rollouts.auxiliary_models import AUXILIARY_RESOURCE, SERVING_TOPIC, AuxiliaryTask, serve_auxiliary
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage
 

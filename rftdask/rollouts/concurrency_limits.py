@@ -1,9 +1,8 @@
 """Limits on how many rollouts of a kind run at once, also across work units.
 
 A rollout takes one slot of each of its kinds, all of them or none: holding one while waiting for another could
-deadlock. An engine's slots are such a kind (`SLOT`). Work units that overlap in one engine share a `SharedSlots`, so
-the next unit takes the slots that the long responses of one unit leave free. The KV cache of an engine bounds the slots
-by the mean length of rollouts (`slots_by_memory`).
+deadlock. Work units that overlap in one engine share a `SharedSlots`, so the next unit takes the slots that the long
+responses of one unit leave free.
 
 Invariant: rollouts are admitted in the order in which they entered, except that one that waits for a full kind does not
 hold up later ones that need other kinds. So the order of admission does not depend on timing.
@@ -19,25 +18,16 @@ SLOT = "slot"
 
 
 def slots_by_memory(cache_tokens: int, mean_tokens: float, fewest: int) -> int:
-    """Slots of an engine whose KV cache holds `cache_tokens`.
+    """Slots of an engine whose KV cache holds `cache_tokens`, at least `fewest`. mean_tokens: mean length of a rollout.
 
-    The maximum length of rollouts would leave most of the cache unused: many rollouts run, most of them before their
-    end. If the slots turn out to be too many, the engine lets requests wait.
-
-    Args: mean_tokens: mean length of a rollout at its end, its longest sequence; fewest: lower bound of the result.
-    Example: slots_by_memory(400_000, 1_600.0, fewest=64) == 250
+    The maximum length would leave most of the cache unused, because most rollouts are before their end. If the slots
+    are too many, the engine lets requests wait.
     """
     return max(fewest, int(cache_tokens / max(1.0, mean_tokens)))
 
 
 class SharedSlots:
-    """Slots by kind, shared by work units on several threads and event loops. Thread-safe.
-
-    Example:
-        slots = SharedSlots({SLOT: 8})
-        slots.enter((unit, key), (SLOT,), admit=lambda: ...)   # calls `admit` now, or when another rollout leaves
-        slots.leave((unit, key))
-    """
+    """Slots by kind, shared by work units on several threads and event loops. Thread-safe."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         """limits: slots by kind. Other kinds are unlimited."""

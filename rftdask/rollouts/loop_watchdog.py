@@ -1,8 +1,7 @@
 """Watchdog that logs what blocks an event loop, and interrupts it after a while.
 
-It is for workflows that share an event loop because they are declared `in_process`: one that computes without end would
-stop all others, and the loop itself could not notice. Code that sleeps in C is logged, and interrupted when it returns
-to Python.
+A workflow that is declared `in_process` and computes without end would stop all others on its loop, which could not
+notice. Code that sleeps in C is logged, and interrupted when it returns to Python.
 """
 
 from __future__ import annotations
@@ -32,20 +31,14 @@ class BlockedLoopTimeout(BaseException):
 
 
 class Watchdog:
-    """Context manager that watches the running event loop. Of several on one loop only the first is active.
-
-    Example:
-        with Watchdog(max_block_s=60, only_within="run_in_process"):
-            await ...
-    """
+    """Context manager that watches the running event loop. Of several on one loop only the first is active."""
 
     _watched: ClassVar[dict[asyncio.AbstractEventLoop, list[Watchdog]]] = {}
     """Entered watchdogs by loop; the first of each loop is active."""
 
     def __init__(self, max_block_s: float, only_within: str) -> None:
         """only_within: name of a function. Only code that it calls is interrupted; other code is only logged."""
-        self._max_block_s = max_block_s
-        self._only_within = only_within
+        self._max_block_s, self._only_within = max_block_s, only_within
         self._ended = threading.Event()
         self._beat_at = time.monotonic()
 
@@ -103,6 +96,5 @@ class Watchdog:
             if frame is not None:
                 interrupted = beat
                 # Raises in the other thread at its next bytecode.
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread_id), ctypes.py_object(BlockedLoopTimeout)
-                )
+                error, thread_id = ctypes.py_object(BlockedLoopTimeout), ctypes.c_ulong(self._thread_id)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, error)

@@ -1,8 +1,8 @@
 """One rollout of a task: attempts that are bounded in time and retried, and the experiences they yield.
 
-Invariant: a rollout yields at least one experience, whatever its workflow does. If it ends well, there is one for each
-sequence of calls of the policy; otherwise one that contains the error, without tokens and reward. Failures of the
-engine are not failures of a rollout: they are raised. This module does not know engines, processes or storage.
+Invariant: a rollout yields at least one experience, whatever its workflow does: one for each sequence of calls of the
+policy, or one that contains the error, without tokens and reward. Failures of the engine are raised instead. This
+module does not know engines, processes or storage.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -94,8 +95,9 @@ class Rollout:
     """Set before a cancellation that ends the rollout with a result. "": a cancellation is raised."""
 
     async def run(self, admitted: asyncio.Event) -> list[Experience]:
-        """Run the rollout once `admitted` is set. Returns: its experiences, ordered by their first calls. Raises:
-        RoleError: the engine, or the process that starts sandboxes, is gone.
+        """Run the rollout once `admitted` is set. Returns: its experiences, ordered by their first calls.
+
+        Raises: RoleError: the engine, or the process that starts sandboxes, is gone.
         """
         began = time.perf_counter()
         try:
@@ -179,10 +181,8 @@ class Rollout:
         except SystemExit as error:  # would end the event loop, and with it every other rollout
             raise RuntimeError(f"the workflow called sys.exit({error.code!r})") from error
         except BlockedLoopTimeout:
-            raise _AttemptTimeout(
-                f"blocked the event loop for {max_block_s(self.explorer):g} s {self._where}; "
-                "it is declared in_process and must not block"
-            ) from None
+            blocked = f"blocked the event loop for {max_block_s(self.explorer):g} s {self._where}"
+            raise _AttemptTimeout(f"{blocked}; it is declared in_process and must not block") from None
 
     @property
     def _where(self) -> str:
@@ -214,20 +214,15 @@ class Rollout:
             if (failure := self.engine_failure()) is not None:
                 raise failure from None
             text = mask(" ".join(f"reward of the group: {type(error).__name__}: {error}".split()))[:_MAX_ERROR_LENGTH]
-            return {
-                key: [replace(row, status=Status.FAILED, reward=None, error=text) for row in rows]
-                for key, rows in good.items()
-            }
+            failed: dict[str, Any] = {"status": Status.FAILED, "reward": None, "error": text}
+            return {key: [replace(row, **failed) for row in rows] for key, rows in good.items()}
         finally:
             model.close()
             self.times.reward_s += model.times.get("reward", 0.0)
-        return {
-            key: [
-                replace(row, reward=float(reward.value), metrics={**row.metrics, **_floats(reward.metrics)})
-                for row in rows
-            ]
-            for (key, rows), reward in zip(good.items(), rewards, strict=True)
-        }
+        for rows, reward in zip(good.values(), rewards, strict=True):
+            value, metrics = float(reward.value), _floats(reward.metrics)
+            rows[:] = [replace(row, reward=value, metrics={**row.metrics, **metrics}) for row in rows]
+        return good
 
     def _check(self, reward: Reward, model: RecordingModel) -> None:
         """Raises: TypeError, ValueError: the workflow's result cannot be trained on; names workflow and task."""
@@ -236,24 +231,26 @@ class Rollout:
             raise ValueError(f"the policy was never called, so there is nothing to train {self._where}")
         # Steps and calls are matched by position only.
         if reward.steps and len(reward.steps) != len(model.calls):
-            raise ValueError(
-                f"{len(reward.steps)} steps returned for {len(model.calls)} calls of the policy {self._where}"
-            )
+            counts = f"{len(reward.steps)} steps returned for {len(model.calls)} calls"
+            raise ValueError(f"{counts} of the policy {self._where}")
         for turn, step in enumerate(reward.steps):
             if step.state is not None and not isinstance(step.state, str):
                 raise ValueError(f"state of step {turn} is {step.state!r:.100}, not a string {self._where}")
-            if step.reward is not None and not _is_storable(step.reward):
-                raise ValueError(
-                    f"reward of step {turn} is {step.reward!r:.100}, not a finite number in float32 {self._where}"
-                )
+            if step.reward is not None:
+                self._check_storable(f"reward of step {turn}", step.reward)
+
+    def _check_storable(self, name: str, value: object) -> None:
+        """Raises: ValueError: the log's float32 cannot hold the value: 1e39 would be stored as infinity."""
+        with suppress(OverflowError):  # an integer of hundreds of digits
+            if isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST:
+                return
+        raise ValueError(f"{name} is {value!r:.100}, not a finite number in float32 {self._where}")
 
     def _check_reward(self, reward: Reward) -> None:
         """Raises: TypeError, ValueError: the log or the loss cannot take the reward or a metric."""
-        value = reward.value
-        if not isinstance(value, numbers.Real):
-            raise TypeError(f"reward is {value!r:.100}, not a number {self._where}")
-        if not _is_storable(value):
-            raise ValueError(f"reward is {value!r:.100}, not a finite number in float32 {self._where}")
+        if not isinstance(reward.value, numbers.Real):
+            raise TypeError(f"reward is {reward.value!r:.100}, not a number {self._where}")
+        self._check_storable("reward", reward.value)
         for name, metric in reward.metrics.items():
             if not isinstance(name, str) or encodable(name) != name:
                 raise ValueError(f"the name of a metric is {name!r:.100}, not a text in UTF-8 {self._where}")
@@ -297,7 +294,10 @@ class Rollout:
                 )
             )
         oldest, newest = min(turn.min_policy_version for turn in turns), max(turn.max_policy_version for turn in turns)
-        has_versions = oldest != newest and all(call.generation.versions for _, call in calls)
+        version_starts = None
+        if oldest != newest and all(call.generation.versions for _, call in calls):
+            changes = (after for before, after in pairwise(versions) if after[1] != before[1])
+            version_starts = (versions[0], *changes)
         num_sampled = sum(call.num_response_tokens for _, call in calls)
         truncated = any(call.generation.finish_reason == "length" for _, call in calls)
         is_turn = len(calls) == 1 and number_of_first == ordinal
@@ -321,7 +321,7 @@ class Rollout:
             turns=None if is_turn else tuple(turns),
             routed_experts=np.frombuffer(b"".join(experts), np.int16).reshape(len(experts), -1) if experts else None,
             images=last.request.images or None,
-            version_starts=_without_repeats(versions) if has_versions else None,
+            version_starts=version_starts,
             metrics={
                 **_floats(reward.metrics),
                 "num_prompt_tokens": float(last.num_prompt_tokens + last.num_response_tokens - num_sampled),
@@ -366,19 +366,6 @@ class Rollout:
             truth=self.task.truth,
             **fields,
         )
-
-
-def _is_storable(value: object) -> bool:
-    """True for a number that the log's float32 holds: 1e39 would be stored as infinity."""
-    try:
-        return isinstance(value, numbers.Real) and bool(abs(float(value)) <= _LARGEST)
-    except OverflowError:
-        return False  # an integer of hundreds of digits
-
-
-def _without_repeats(versions: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The (token, policy version) pairs at which the version changes, in order."""
-    return (versions[0], *(after for before, after in pairwise(versions) if after[1] != before[1]))
 
 
 def _floats(metrics: Mapping[str, float]) -> dict[str, float]:

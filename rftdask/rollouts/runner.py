@@ -1,9 +1,8 @@
 """Runs the rollouts of a work unit concurrently: tasks in, experiences out.
 
-Workflows of this package with rewards of this package run as coroutines on the event loop. Any other workflow runs in
-its own process (sandbox/), unless it is declared `in_process`. An error of a workflow or a reward becomes a row of the
-log (rollout.py). A failure of the engine ends the unit, which then runs again elsewhere. This module does not know
-engines or storage.
+Workflows and rewards of this package run as coroutines on the event loop. Any other workflow runs in its own process
+(sandbox/), unless it is declared `in_process`. A failure of the engine ends the unit, which then runs again elsewhere.
+This module does not know engines or storage.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class TextEngine:
     is_guided: bool = False
     """See EngineTraits.guides_sampling."""
     images: ImageProcessor | None = None
-    """Image processor. None: chats have no images."""
+    """None: chats have no images."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +105,8 @@ async def run_work_unit(
     """Run `repeat_times` rollouts of each task concurrently.
 
     Args:
-        explorer: time limits and retries of rollouts, where they run, and how many of them to wait for.
         model: limits of prompts, and defaults of the lengths and the temperature of auxiliary models.
         sampling: sampling parameters of the policy by the name of the taskset.
-        weights: weights that the policy's engine serves.
         max_wait_s: seconds that a call of the engine waits for rollouts that do something else.
         greedy_baseline: one more rollout of each task, the last, at temperature 0.
         on_group: called with the number of a task and its experiences when all its rollouts have ended; must not block.
@@ -150,13 +147,9 @@ async def run_work_unit(
         return next((failure for failure in failures if failure is not None), None)
 
     def new_model(rollout: Rollout) -> RecordingModel:
-        return RecordingModel(
-            serve_policy(rollout.sampling),
-            served,
-            key=rollout.key,
-            group_id=rollout.task.group_id,
-            run_seed=explorer.rollout_model.seed,
-        )
+        group_id, run_seed = rollout.task.group_id, explorer.rollout_model.seed
+        policy = serve_policy(rollout.sampling)
+        return RecordingModel(policy, served, key=rollout.key, group_id=group_id, run_seed=run_seed)
 
     greedy = {name: replace(params, temperature=0.0) for name, params in sampling.items()}
     own_server = pool = None
@@ -282,11 +275,8 @@ class _RunningUnit:
         on_admitted: Callable[[], None],
     ) -> None:
         """queue: None for a model behind an API; shared_slots: None if the unit has its own slots."""
-        self._rollouts = rollouts
-        self._plan = plan
-        self._queue = queue
-        self._over_rollout = explorer.over_rollout
-        self._on_group = on_group
+        self._rollouts, self._plan, self._queue = rollouts, plan, queue
+        self._over_rollout, self._on_group = explorer.over_rollout, on_group
         limits = {name: entry.max_concurrent for name, entry in plan.workflows.items() if entry.max_concurrent}
         self._shares_slots = shared_slots is not None
         self._slots, self._on_admitted = shared_slots or SharedSlots({}), on_admitted
@@ -308,7 +298,7 @@ class _RunningUnit:
         """Set when so many tasks are done that the deadline of the others starts."""
 
     async def run(self) -> UnitOutcome:
-        """Run all rollouts. Raises: ExceptionGroup: an engine, or the process that starts sandboxes, is gone."""
+        """Raises: ExceptionGroup: an engine, or the process that starts sandboxes, is gone."""
         # Enter all rollouts first, so that the first call of the engine waits for all of them.
         for rollout in self._rollouts:
             kinds = self._plan.kinds(rollout.task)
@@ -389,25 +379,19 @@ class _RunningUnit:
 
 
 def num_tasks_needed(over_rollout: OverRolloutConfig, num_tasks: int) -> int:
-    """Number of tasks of a work unit that must be done before the deadline of the others starts.
-
-    Meanings as in Trinity-RFT's `explorer.over_rollout`.
-    """
+    """Number of tasks of a work unit that must be done before the deadline of the others starts, as in Trinity-RFT."""
     return math.ceil(num_tasks * (1 - over_rollout.ratio))
 
 
 class SharedLoop:
-    """Event loop in a thread that ends with the process.
-
-    Example: SharedLoop().submit(run_work_unit(...)).result()
-    """
+    """Event loop in a thread that ends with the process."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="rollouts", daemon=True).start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine on the loop. From any other thread."""
+        """Run a coroutine on the loop; thread-safe."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:

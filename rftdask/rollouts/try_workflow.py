@@ -46,8 +46,7 @@ async def _attempt(
     explorer: ExplorerConfig,
     fork_server: Callable[[SandboxSpec], ForkServer] | None = None,
 ) -> list[Experience]:
-    """Run one attempt at `task`. All models, including auxiliary ones, respond with `reply()`."""
-
+    # All models, including auxiliary ones, respond with `reply()`.
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
         answers = []
         for request in requests:
@@ -80,8 +79,8 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
     """Try the workflows and rewards of `tasks` once each, with the task's own answer as the reply of the policy.
 
     Returns: (mistakes, imports, doubts), messages of failures. A mistake is wrong code, or failed before it called the
-        policy, so every rollout would fail. An import needs a package that is not installed here. A doubt may have
-        failed because of the reply or the time limit.
+        policy, which does not depend on the reply. An import needs a package that is not installed here. A doubt may
+        have failed because of the reply or the time limit.
     Raises: UserError: a workflow or reward function does not exist.
     """
     limits = explorer.model_copy(update={"max_timeout": min(explorer.max_timeout, TRIAL_TIMEOUT_S)})
@@ -96,7 +95,6 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
     mistakes, imports, doubts = list[str](), list[str](), list[str]()
     try:
         for task in tasks:
-            # A failure before the first call of the policy does not depend on the reply, so it is a mistake.
             replies: list[str] = []
 
             def reply(truth: str = task.truth, replies: list[str] = replies) -> str:
@@ -109,8 +107,7 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
             kind = first.error.partition(":")[0]
             reward = f", reward {task.reward_fn}" if task.reward_fn else ""
             text = f"workflow {task.workflow}{reward}: tried on row {task.index} of {task.taskset}: {first.error}"
-            never_called = not replies and first.status == Status.FAILED
-            is_mistake = kind in _MISTAKES or never_called
+            is_mistake = kind in _MISTAKES or (not replies and first.status == Status.FAILED)
             (imports if kind in _NOT_INSTALLED else mistakes if is_mistake else doubts).append(text)
     finally:
         for server in servers.values():

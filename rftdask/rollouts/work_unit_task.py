@@ -1,10 +1,8 @@
 """Dask task of an explorer worker: rolls out one work unit and commits it, as a shard or in parts.
 
-Consumes: a `RolloutTask` (tasks, origin of the seeds, required version), the config in the run folder, weights.
-Waits for: publication of the version, with a deadline; loading of the engine. Produces: shards, then a `RolloutResult`
-with counts and times. The Dask task is idempotent: tasks, seeds and shard names are functions of its arguments, and a
-committed unit does not run again. It returns, which acknowledges it to Dask, only after its shards are durable. The
-worker process keeps only a cache between units (worker_state.py).
+It waits for publication of the weights, with a deadline, and for the engine. The Dask task is idempotent: tasks, seeds
+and shard names are functions of its arguments, and a committed unit does not run again. It returns, which acknowledges
+it to Dask, only after its shards are durable. The worker process keeps only a cache between units (worker_state.py).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.images import images_in
 from rftdask.engines.base import POLICY
-from rftdask.engines.client import EngineClient, EngineSpec
+from rftdask.engines.client import EngineClient
 from rftdask.engines.spec import engine_spec, sampling_params
 from rftdask.errors import StorageError, WaitTimeout
 from rftdask.processes.dask_task import host_of, make_cancel_check, workers_of
@@ -53,8 +51,7 @@ from rftdask.synchronizer.transports.dask_broadcast import dask_transport, serve
 
 EXPLORER_RESOURCE = "explorer"
 BEGAN_TOPIC = "rftdask-began"
-"""Dask topic of (address, key): a worker has begun this task. The driver thus knows what was running on a lost
-worker."""
+"""Dask topic of (address, key): a worker has begun this task, so that it is known what ran on a lost worker."""
 ADMITTED_TOPIC = "rftdask-admitted"
 """Dask topic of the key of a task: all its rollouts have slots and another slot is free, so its worker can take another
 task."""
@@ -63,8 +60,6 @@ _POLL_INTERVAL_S = 0.5
 _MAX_WAIT_FIXED_S = 5.0
 """Seconds that a call of the engine waits for rollouts that do something else, in style fixed, where timing must not
 decide which requests share a call: longer than any step of a usual workflow. See LockstepQueue."""
-
-
 _cache = WorkerCache()
 
 
@@ -72,7 +67,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
     """Roll out one work unit and commit it; see the module docstring.
 
     Raises: WaitTimeout: its weights were not published in time, or an engine hangs; RoleError: the engine failed;
-    DataError: the run folder as seen by this worker lacks the driver's config; OperatorError; StorageError; UserError.
+    DataError: see read_config; OperatorError; StorageError; UserError.
     """
     worker = get_worker()
     # One unit starts at a time. Dask may send the next one while a cancelled one still uses the engine in its thread.
@@ -149,9 +144,8 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
 
 
 def warm_up(run: EngineRequest) -> None:
-    """Start the engines of this worker and load the newest weights, so that its first work unit starts at once.
-
-    Raises: as `run_rollouts`. The worker's first work unit tries again.
+    """Start the engines of this worker and load the newest weights, so that its first work unit starts at once. Raises:
+    as `run_rollouts`.
     """
     with _cache.start_lock(make_cancel_check()), _ending_turn():
         storage = open_storage(run.url)
@@ -162,12 +156,7 @@ def warm_up(run: EngineRequest) -> None:
         _cache.start_auxiliary(run.threads)
         # On a shared device the first unit loads them once it has the device lock.
         published = latest_published(storage)
-        if (
-            published is not None
-            and not _cache.is_busy
-            and not engine.spec.device_lock_timeout_s
-            and config.mode != "bench"
-        ):
+        if published and not (_cache.is_busy or engine.spec.device_lock_timeout_s or config.mode == "bench"):
             with _ending_what_hangs(engine):
                 try:
                     published = engine.fetch(storage, published, 0.0, transport=_transport(storage, config))
@@ -179,7 +168,6 @@ def warm_up(run: EngineRequest) -> None:
 @contextmanager
 def own_engine(run: EngineRequest, is_cancelled: Callable[[], bool]) -> Iterator[EngineClient]:
     """New engine of this worker that serves the model folder; work units wait until the block and the engine end.
-
     Raises: RoleError: cancelled, or the engine failed; DataError, UserError: as `run_rollouts`.
     """
     with _cache.start_lock(is_cancelled):
@@ -210,9 +198,7 @@ class _Served:
 
 
 def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
-    """Wait until the engine has a slot for the unit, or is idle if the unit needs that, and have it serve the unit's
-    weights. Needs the start lock.
-    """
+    # Wait until the engine has a slot for the unit, or is idle if the unit needs that, and have it serve its weights.
     if config.is_external:
         _cache.wait_until_idle()
         return _Served(None, Published(0, "", ""), shares=False)
@@ -220,7 +206,10 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
     began = time.monotonic()
     engine = _cache.ready_engine(engine_spec(config.explorer.rollout_model, config, unit.threads, unit.log_file))
     load_s = time.monotonic() - began
-    shares = units_overlap(config, engine.spec) and not unit.isolated and unit.slots is None
+    # Bits repeat in style fixed, and samples depend on the other requests in the engine. An engine that shares its
+    # device with a trainer returns the device when a unit ends.
+    may_overlap = config.synchronizer.sync_style != "fixed" and not engine.spec.device_lock_timeout_s
+    shares = may_overlap and not unit.isolated and unit.slots is None
 
     # Wait for the engine before choosing weights, so that they are new when the first rollout begins.
     if shares:
@@ -285,19 +274,9 @@ def _transport(storage: Storage, config: Config) -> Transport | None:
     return dask_transport(storage, worker, peers)
 
 
-def units_overlap(config: Config, spec: EngineSpec) -> bool:
-    """True if a unit may start while rollouts of other units run in the engine.
-
-    False in style fixed, whose bits repeat: samples depend on the other requests in the engine. False for an engine
-    that shares its device with a trainer, which gets the device when a unit ends.
-    """
-    return config.synchronizer.sync_style != "fixed" and not spec.device_lock_timeout_s
-
-
 def may_join(required: WeightRequirement, served: Published, published: Published | None) -> bool:
-    """True if a unit may use the weights that its engine serves to running units, instead of waiting for their end.
-
-    published: the weights that the unit would load into an idle engine. None: the model folder.
+    """True if a unit may use the weights that its engine serves to running units. published: the weights that it would
+    load into an idle engine. None: the model folder.
     """
     if served == published or (published is None and served.version == 0):
         return True
@@ -372,10 +351,8 @@ def _roll_out(
     on_group: Callable[[int, list[Experience]], None],
     begin_next: Callable[[], None],
 ) -> UnitOutcome:
-    """Run the rollouts of the tasks at `slots` concurrently.
-
-    on_group: called with a task's slot and experiences when all its rollouts have ended; begin_next: called in this
-    thread once all rollouts have slots and another slot is free, if other units may then start.
+    """Run the rollouts of the tasks at `slots`. on_group: called with a task's slot and experiences when all its
+    rollouts have ended; begin_next: called in this thread once all have slots, if other units may then start.
     """
     explorer = config.explorer
     tasksets = _tasksets(unit, config)
@@ -469,9 +446,8 @@ def _group_filter(unit: RolloutTask, config: Config) -> Callable[[list[Experienc
 def _in_one_thread(
     function: Callable[[int, list[Experience]], None],
 ) -> Iterator[Callable[[int, list[Experience]], None]]:
-    """Run the calls of `function` one after another in a thread, and raise the first error at the end of the block.
-
-    The end of the block waits for all calls. If the block raises, calls that have not started are dropped.
+    """Run the calls of `function` one after another in a thread. The end of the block waits for them, and raises the
+    first error. If the block raises, calls that have not started are dropped.
     """
     calls: list[Future[None]] = []
     with ThreadPoolExecutor(1, "operators") as thread:
@@ -504,8 +480,7 @@ def commit_poisoned(
         for slot in slots
         for rollout in range(unit.repeat_times + unit.greedy_baseline)
     ]
-    # The driver commits them, since they crash every worker. A part names its slots, so that the rest of the unit
-    # still counts as missing.
+    # A part names its slots, so that the rest of the unit still counts as missing.
     part = None if len(slots) == len(unit.tasks) else Part(tuple(slots), len(unit.tasks))
     name = log.commit(experiences, explore_step=unit.explore_step, unit=unit.unit_index, part=part)
     tasks = sorted({experience.group_id for experience in experiences})

@@ -17,17 +17,13 @@ from rftdask.synchronizer.styles import WeightRequirement
 ROW_METRICS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_truncated"})
 """Metrics whose value differs from row to row. Any other metric belongs to the rollout and is repeated in each of its
 rows, except the metrics that begin with `BRANCHES`."""
-
 COUNT = "/count"
 """Suffix of a metric that exists where only some rollouts report another metric: how many do."""
-
 BRANCHES = "branches/"
 """Prefix of a metric that only one row has: the reason why the row begins where it does."""
-
 _FAILURES = (Status.FAILED, Status.TIMEOUT, Status.POISONED)
 AUXILIARY = "auxiliary/"
 """Prefix of the metrics of auxiliary models."""
-
 UnitKey = tuple[str, int, int]
 """(folder, explore step, unit_index): identifies a work unit in its run."""
 
@@ -49,8 +45,7 @@ class EngineRequest:
 class RolloutTask(EngineRequest):
     """Request to a worker: run one work unit, which is some tasks of an explore step with all their rollouts.
 
-    The fields determine the result, except for the weights if `weights.exact` is False. The config stays in the run
-    folder; see `run_folder.read_config`.
+    The fields determine the result, except for the weights if `weights.exact` is False.
     """
 
     folder: str
@@ -86,11 +81,6 @@ class Sums:
     """Metrics as sums that add up over work units: a metric is its sum divided by a weight.
 
     Means over the same rollouts share one weight, so a unit that lacks such a metric still counts in its mean.
-
-    Example:
-        one = Sums({"reward": (3.0, "rewarded")}, {"rewarded": 4.0})
-        two = Sums({"reward": (0.0, "rewarded")}, {"rewarded": 2.0})
-        (one + two).metrics()  ->  {"reward": 0.5}
     """
 
     sums: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -135,16 +125,14 @@ class RolloutResult:
     @property
     def auxiliary_sums(self) -> dict[str, float]:
         """Use of auxiliary models; see `auxiliary_sums`."""
-        return {
-            name: value for name, (value, weight) in self.sums.sums.items() if name.startswith(AUXILIARY) and not weight
-        }
+        sums = self.sums.sums.items()
+        return {name: value for name, (value, weight) in sums if name.startswith(AUXILIARY) and not weight}
 
 
 def auxiliary_sums(config: Config, outcome: UnitOutcome) -> dict[str, float]:
     """Use of each auxiliary model, such as "auxiliary/judge/calls" and "auxiliary/judge/cost" at the model's prices."""
-    prices = {
-        model.asked_name: (model.prompt_price, model.response_price) for model in config.explorer.auxiliary_models
-    }
+    models = config.explorer.auxiliary_models
+    prices = {model.asked_name: (model.prompt_price, model.response_price) for model in models}
     return {
         f"{AUXILIARY}{model}/{name}": value
         for model, use in outcome.uses.items()
@@ -167,24 +155,19 @@ def pass_rates(rewards_by_group: Mapping[str, Sequence[float]], threshold: float
     # Failed rollouts make groups smaller, so each k has its own set of groups.
     largest = max((len(rewards) for rewards in rewards_by_group.values()), default=0)
     rates = {}
-    k = 1
-    while k <= largest:
-        values = [
-            pass_at_k(len(rewards), sum(reward >= threshold for reward in rewards), k)
-            for rewards in rewards_by_group.values()
-            if len(rewards) >= k
-        ]
+    for k in (2**power for power in range(largest.bit_length())):
+        groups = [rewards for rewards in rewards_by_group.values() if len(rewards) >= k]
+        values = [pass_at_k(len(group), sum(reward >= threshold for reward in group), k) for group in groups]
         rates[f"pass@{k}"] = sum(values) / len(values)
-        k *= 2
     return rates
 
 
 def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
     """Sums over the rollouts of a unit. The caller adds the times of the engine and the names of the shards."""
-    rows_by_rollout: dict[tuple[str, int], list[Experience]] = {}
+    rows_by_rollout: dict[tuple[str, int], list[Experience]] = defaultdict(list)
     for experience in outcome.experiences:
         if experience.rollout < unit.repeat_times:  # a greedy baseline is not a sample
-            rows_by_rollout.setdefault((experience.group_id, experience.rollout), []).append(experience)
+            rows_by_rollout[experience.group_id, experience.rollout].append(experience)
     counts: Counter[str] = Counter()
     num_by_status: Counter[Status] = Counter()
     rewards_by_group: dict[str, list[float]] = defaultdict(list)
@@ -230,9 +213,8 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
         sums.put({name: sum(values)}, f"{name}{COUNT}")
     sums.put(branch_sums, "rewarded")
     sums.put(row_metric_sums, "rows")
-    sums.put(
-        {f"rollout/{t.name}": sum(getattr(time, t.name) for time in times) for t in fields(RolloutTimes)}, "rollouts"
-    )
+    time_names = [time.name for time in fields(RolloutTimes)]
+    sums.put({f"rollout/{name}": sum(getattr(time, name) for time in times) for name in time_names}, "rollouts")
     for name, rate in rates.items():
         sums.put({name: rate * num_rollouts}, name)
     for group_id, group_rewards in rewards_by_group.items():
@@ -246,18 +228,11 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
     }
     sums.put(own, "rewarded")
     sums.put({"failed": sum(num_by_status[status] for status in _FAILURES)}, "rollouts")
-    return RolloutResult(
-        unit.key,
-        shards=(),
-        version=0,
-        worker="",
-        num_rollouts=num_rollouts,
-        num_bytes=sum(
-            4 * len(e.tokens) + 4 * len(e.rollout_logprobs) + len(e.prompt_text) + len(e.response_text) + len(e.truth)
-            for e in outcome.experiences
-        ),
-        sums=sums,
+    num_bytes = sum(
+        4 * len(e.tokens) + 4 * len(e.rollout_logprobs) + len(e.prompt_text) + len(e.response_text) + len(e.truth)
+        for e in outcome.experiences
     )
+    return RolloutResult(unit.key, (), 0, "", num_rollouts, num_bytes, sums)
 
 
 def num_sampled_tokens(row: Experience) -> int:
@@ -276,26 +251,10 @@ def rollout_status(rows: Sequence[Experience]) -> Status:
 
 
 def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, float]:
-    """Metrics of an explore step, from the results of its units, at least one, and its wall time in seconds.
+    """Metrics of an explore step, as defined in reports/metrics.toml, from the results of its units, at least one.
 
-    - reward: mean over the rollouts that may be trained, each counted once
-    - every metric of a workflow: mean over those of them that report it as a finite number; if not all do,
-      <metric>/count is their number
-    - num_turns: mean number of calls of the policy in such a rollout; branches/<reason>: mean number of its rows that
-      begin where they do because a prompt did not continue from the end of a turn
-    - num_prompt_tokens, num_response_tokens, prompt_truncated: mean over the rows of those rollouts
-    - response_length: mean number of response tokens of such a rollout over all its turns
-    - taskset/<name>/reward: mean over such rollouts of one taskset, in steps with tasks of several tasksets
-    - truncated: fraction of those rollouts that reached the token limit
-    - failed: fraction of all rollouts that failed, timed out or were set aside as poisoned
-    - rollout/<time>: seconds per rollout, such as rollout/tool_s; pass@k: mean over the tasks
-    - wait_s, load_s, generate_s: seconds of engines, summed over the units, which run concurrently
-    - tokens_per_s: of one engine, while it had its weights
-    - occupancy: running requests of an engine as a fraction of its slots, mean over the time; missing for a model
-      behind an API
-    - auxiliary/<name>/...: calls, failures, tokens and cost of an auxiliary model, summed over all attempts at all
-      rollouts, except those of lost units
-    - step_s: wall time since the previous step was complete
+    step_s: seconds since the previous step was complete. A metric of a workflow is its mean over the trainable rollouts
+    that report it as a finite number; if not all do, <metric>/count is their number.
     """
     total = Sums()
     always = ("reward", "num_turns", "response_length", "truncated", "failed", "wait_s", "load_s", "generate_s")

@@ -1,8 +1,7 @@
 """State that a worker process keeps between work units, and the lock under which one unit at a time starts.
 
-It holds the config of the run, the engine of the policy, tokenizers, tasksets, engines of auxiliary models, fork
-servers of sandboxes, operators with their processes, and task times. It is a cache: a new worker starts empty and
-rebuilds it from the run folder. Invariant: it never returns state of another run, or of another config of the run.
+It is a cache: a new worker starts empty and rebuilds it from the run folder. Invariant: it never returns state of
+another run, or of another config of the run.
 
 A unit starts under the *start lock*: it opens its inputs, chooses its weights, and waits for slots of the engine. It
 releases the lock once all its rollouts have slots, and the next unit takes the slots that it leaves free. A unit that
@@ -19,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from itertools import chain
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rftdask.config import Config
@@ -30,11 +31,10 @@ from rftdask.engines.base import POLICY, GenerateRequest, Generation
 from rftdask.engines.client import LOAD_TIMEOUT_S, EngineClient, EngineSpec
 from rftdask.engines.spec import engine_spec, is_asked_in_calls, remote_models
 from rftdask.errors import DataError, RoleError
-from rftdask.rollouts.auxiliary_client import SharedEngine
+from rftdask.rollouts.auxiliary_models import SharedEngine
 from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots, slots_by_memory
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
-from rftdask.rollouts.policy.rate_limit import RateLimit
-from rftdask.rollouts.policy.remote_model import MAX_TIMEOUT_S, RemoteModel
+from rftdask.rollouts.policy.remote_model import MAX_TIMEOUT_S, RateLimit, RemoteModel
 from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import SharedLoop, TextEngine
 from rftdask.rollouts.sandbox.messages import SandboxSpec
@@ -61,17 +61,7 @@ _EXTRA_TIME_S = 60.0
 
 
 class WorkerCache:
-    """Cache of one worker process. Call `open` first, with the start lock.
-
-    Example:
-        with cache.start_lock() as start:
-            config = cache.open(storage, unit.config_fingerprint)
-            engine = cache.engine(engine_spec(config.explorer.rollout_model, config, ...))
-            with cache.under_way(exact=False):
-                ...
-                start.close()        # as soon as another unit may start while this one runs
-                ...
-    """
+    """Cache of one worker process. Call `open` first, with the start lock."""
 
     _config: Config
 
@@ -116,8 +106,7 @@ class WorkerCache:
     def start_lock(self, is_cancelled: Callable[[], bool] = lambda: False) -> Iterator[ExitStack]:
         """Wait for the start lock. The end of the block releases it, or an earlier `close` of the result.
 
-        is_cancelled: checked during all waits of the holder for other units, whose own deadlines bound them. Raises:
-            RoleError: cancelled.
+        is_cancelled: checked during all waits of the holder for other units. Raises: RoleError: cancelled.
         """
         while not self.mutex.acquire(timeout=_POLL_INTERVAL_S):
             _raise_if_cancelled(is_cancelled)
@@ -151,15 +140,13 @@ class WorkerCache:
         return not self._num_exact
 
     def wait_until_idle(self) -> None:
-        """Wait until no unit runs. Needs the start lock, so that none starts meanwhile. Raises: as `start_lock`."""
+        """Wait until no unit runs. Needs the start lock. Raises: as `start_lock`."""
         with self._ended:
             while not self._ended.wait_for(lambda: not self._num_under_way, _POLL_INTERVAL_S):
                 _raise_if_cancelled(self._is_cancelled)
 
     def wait_for_slot(self) -> None:
-        """Wait until the engine has a free slot. Needs the start lock, so that no other unit takes it. Raises: as
-        `start_lock`.
-        """
+        """Wait until the engine has a free slot. Needs the start lock. Raises: as `start_lock`."""
         while not self.shared()[0].wait_for_slot(SLOT, _POLL_INTERVAL_S):
             _raise_if_cancelled(self._is_cancelled)
 
@@ -172,15 +159,14 @@ class WorkerCache:
 
     def add_lengths(self, lengths: Sequence[int], cache_tokens: int | None) -> None:
         """Record the lengths of a unit's rollouts in tokens, and adapt the number of slots if it follows the memory.
-
         cache_tokens: KV cache of the engine. None: unknown.
         """
-        by_memory = self._config.explorer.slots_per_engine == "memory" and cache_tokens is not None
+        if not lengths or self._config.explorer.slots_per_engine != "memory" or cache_tokens is None:
+            return
         with self._ended:  # units that overlap end on threads of their own
-            if lengths and by_memory and self._shared is not None:
+            if self._shared is not None:
                 self._unit_lengths.append(lengths)
-                known = [length for unit in self._unit_lengths for length in unit]
-                wanted = slots_by_memory(cache_tokens or 0, sum(known) / len(known), self._config.slots_per_engine)
+                wanted = slots_by_memory(cache_tokens, fmean(chain(*self._unit_lengths)), self._config.slots_per_engine)
                 self._shared[0].change(SLOT, wanted - self._num_slots)
                 self._num_slots = wanted
 
@@ -190,10 +176,7 @@ class WorkerCache:
         return self._num_slots or self._config.slots_per_engine
 
     def count_time(self, began_s: float) -> float:
-        """Seconds of a unit that ends now, without those that overlapping units have counted.
-
-        began_s: monotonic time at which the unit began.
-        """
+        """Seconds of a unit that began at the monotonic time `began_s`, without those that other units have counted."""
         with self._ended:
             now_s = time.monotonic()
             counted_s = now_s - max(began_s, self._last_end_s)
@@ -201,22 +184,18 @@ class WorkerCache:
             return counted_s
 
     def open(self, storage: Storage, fingerprint: str) -> Config:
-        """Config of the run, read once. Waits for units of another run, and drops the state of that run.
-
-        Raises: DataError: the run folder as seen by this worker has no such config; DamagedError.
-        """
+        """Config of the run, read once. Waits for units of another run, and drops its state. Raises: as read_config."""
         # A worker may outlive a run, and a resumed run may have another config.
         if self._run != (storage.url, fingerprint):
             config = read_config(storage, fingerprint)  # first: if it fails, nothing is lost
             self.wait_until_idle()
             # The same names may mean other plug-ins, environment variables or models.
             self.drop_auxiliary()
+            self._auxiliary_tokenizers.clear()
             for shared in self._shared_engines.values():
                 shared.close()
             self._shared_engines.clear()
-            self._tokenizer = None
-            self._images = None
-            self._tasksets = {}
+            self._tokenizer, self._images, self._tasksets = None, None, {}
             for operator in self._operators or ():
                 operator.close()
             self._operators = None
@@ -243,9 +222,7 @@ class WorkerCache:
         return self._engine
 
     def ready_engine(self, spec: EngineSpec) -> EngineClient:
-        """`engine`, once it has loaded its model; reads the tokenizer meanwhile. Raises: RoleError, UserError: the
-        engine's; DataError: the model folder has no tokenizer.
-        """
+        """`engine`, once it has loaded its model; reads the tokenizer meanwhile. Raises: RoleError, UserError."""
         with ThreadPoolExecutor(1, "tokenizer") as thread:
             # Each may wait for its process to be forked; do not make one wait for the other.
             reading = thread.submit(self.tokenizer)
@@ -261,7 +238,7 @@ class WorkerCache:
             self._engine = None
 
     def drop_hanging(self, engine: EngineClient | None) -> None:
-        """End this engine and those of auxiliary models. Idempotent: an engine that replaced it stays."""
+        """End this engine and those of auxiliary models, unless another engine replaced it."""
         if engine is self._engine:
             self.drop_engine()
             self.drop_auxiliary()
@@ -331,29 +308,21 @@ class WorkerCache:
         config = self._config
         if config.algorithm.needs_teacher:
             return {}
+        engines: dict[str, EngineClient | SharedEngine] = {**self.start_auxiliary(threads), **self._shared_engines}
+        known = self._auxiliary_tokenizers
         models: dict[str, TextEngine | RemoteModel] = {
-            name: text_engine(engine, tokenizer, config)
-            for name, (engine, tokenizer) in self.start_auxiliary(threads).items()
-        }
-        models |= {
-            name: text_engine(engine, self._auxiliary_tokenizers[name], config)
-            for name, engine in self._shared_engines.items()
+            name: text_engine(engine, known[name], config) for name, engine in engines.items()
         }
         return models | {name: self.remote_model(name) for name in remote_models(config) if name != POLICY}
 
     def remote_model(self, name: str) -> RemoteModel:
-        """Model behind an API that workflows call by this name, for the running event loop. Raises: UserError: see
-        RemoteModel.
-        """
+        """Model behind an API by name, for the running event loop. Raises: UserError: see RemoteModel."""
         config = self._config
         section = remote_models(config)[name]
         service = config.model.external_model
         # All work units of a worker share one rate limit, an equal part of the service's limit.
-        share = 1 / config.explorer.most_workers
-        limits = tuple(
-            None if limit is None else limit * share
-            for limit in (section.requests_per_minute, section.tokens_per_minute)
-        )
+        share, per_minute = 1 / config.explorer.most_workers, (section.requests_per_minute, section.tokens_per_minute)
+        limits = tuple(None if limit is None else limit * share for limit in per_minute)
         if (name, limits) not in self._rate_limits:
             self._rate_limits[name, limits] = RateLimit(*limits, clock=time.monotonic)
         # A request that takes as long as an attempt at a rollout would leave no time for a retry.
@@ -362,9 +331,7 @@ class WorkerCache:
         return RemoteModel(remote_name, service, timeout_s, section.max_retries, limit=self._rate_limits[name, limits])
 
     def wait_for_shared(self, worker: Worker, fingerprint: str, url: str) -> None:
-        """Wait until other workers serve the auxiliary models that run there. Needs the start lock. Raises: RoleError:
-        none does in time; as `start_lock`.
-        """
+        """Wait until other workers serve their auxiliary models. Needs the start lock. Raises: RoleError."""
         config, cluster, known = self._config, self._config.cluster, self._auxiliary_tokenizers
         timeout_s = LOAD_TIMEOUT_S + (0.0 if cluster.is_one_machine else cluster.max_queue_s)
         for model in config.models_apart:
@@ -379,8 +346,8 @@ class WorkerCache:
                 self._shared_engines[name] = shared
             self._shared_engines[name].wait_ready(timeout_s, self._is_cancelled)
 
-    def start_auxiliary(self, threads: int) -> dict[str, tuple[EngineClient, Tokenizer]]:
-        """Loaded auxiliary models of this process by name. Raises: RoleError, UserError."""
+    def start_auxiliary(self, threads: int) -> dict[str, EngineClient]:
+        """Loaded auxiliary models of this process by name; caches their tokenizers. Raises: RoleError, UserError."""
         config = self._config
         models = {model.asked_name: model for model in config.models_beside}
         specs = {name: engine_spec(model, config, threads, None) for name, model in models.items()}
@@ -391,19 +358,18 @@ class WorkerCache:
                 kept.pop(spec, None)
                 engine.close()
         # Start all engines first, so that they load concurrently, and read the tokenizers meanwhile.
-        engines: dict[EngineSpec, EngineClient] = {}
-        for spec in specs.values():
+        engines: dict[str, EngineClient] = {}
+        for name, spec in specs.items():
             if spec not in kept and spec.section.traits.takes_share:
                 for other in (self._engine, *tuple(kept.values())):
                     if other is not None and other.spec.section.traits.takes_share:
                         other.wait_ready()
-            engines[spec] = kept[spec] = kept.get(spec) or EngineClient(spec)
+            engines[name] = kept[spec] = kept.get(spec) or EngineClient(spec)
         known = self._auxiliary_tokenizers
-        tokenizers = {name: known.get(name) or _tokenizer(model, config) for name, model in models.items()}
-        known.update(tokenizers)
+        known.update({name: known.get(name) or _tokenizer(model, config) for name, model in models.items()})
         for engine in engines.values():
             engine.wait_ready()
-        return {name: (engines[spec], tokenizers[name]) for name, spec in specs.items()}
+        return engines
 
     def timeout_s(self, explore_step: int) -> float:
         """Time limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
@@ -426,7 +392,6 @@ class WorkerCache:
             for key in list(kept):  # one by one: another thread may add or remove some meanwhile
                 if (process := kept.pop(key, None)) is not None:  # type: ignore[call-overload]
                     process.close()
-        self._auxiliary_tokenizers.clear()
         self._task_times_s = {}
 
 
@@ -439,8 +404,7 @@ def attempt_timeout_s(
     dynamic: DynamicTimeoutConfig, max_timeout_s: float, times_s: Mapping[int, Sequence[float]], explore_step: int
 ) -> float:
     """Time limit of an attempt of `explore_step`: `ratio` times the mean time of a task, once enough steps have times.
-
-    Args: times_s: seconds of the tasks that ended well, by their explore step.
+    times_s: seconds of the tasks that ended well, by their explore step.
     """
     # Only earlier steps, so that the limit is the same for all tasks of a step.
     before = [times for step, times in times_s.items() if step < explore_step]
@@ -453,9 +417,7 @@ def attempt_timeout_s(
 def text_engine(
     client: EngineClient | SharedEngine, tokenizer: Tokenizer, config: Config, images: ImageProcessor | None = None
 ) -> TextEngine:
-    """The engine for rollouts, which takes requests as they come or in calls of the LockstepQueue. Raises: UserError:
-    see AnswerParser.
-    """
+    """The engine for rollouts, which takes requests as they come or in calls. Raises: UserError: see AnswerParser."""
     timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:

@@ -1,8 +1,7 @@
 """Answer parser: splits a policy's answer into content, reasoning and tool calls, as OpenAI's API returns them.
 
-The formats differ by model and are recognized from the chat template. This module parses JSON within <tool_call>,
-thoughts before </think>, and gpt-oss channels. Other formats use the tokenizer's response template or vLLM's parsers,
-which need the package vllm but no accelerator. Parsing never changes the tokens that are trained.
+This module parses JSON within <tool_call>, thoughts before </think>, and gpt-oss channels. Other formats use the
+tokenizer's response template or vLLM's parsers, which need the package vllm but no accelerator.
 """
 
 from __future__ import annotations
@@ -45,15 +44,11 @@ _TEMPLATE = "template"
 
 
 class ToolCall(NamedTuple):
-    """A tool call as the policy wrote it."""
-
     name: str
     arguments: Any
 
 
 class ParsedAnswer(NamedTuple):
-    """The parts of an answer."""
-
     content: str | None
     """None: only calls or thoughts."""
     reasoning: str | None
@@ -89,20 +84,15 @@ class AnswerParser:
         self._thoughts = self._thoughts_parser() if reasoning not in (None, _TEMPLATE, *_CHANNELS) else None
 
     def parse(self, text: str, tokens: Sequence[int], prompt: str, tools: Tools | None) -> ParsedAnswer:
-        """Split an answer into its parts.
+        """Split an answer to the rendered `prompt` into its parts.
 
-        Args:
-            text: text of the tokens without special tokens, cut at a stop text.
-            prompt: rendered prompt.
-            tools: tools that may be called; None: calls stay text.
+        Args: text: of the tokens without special tokens, cut at a stop text; tools: None: calls stay text.
         Raises: UserError: the format needs a parser of vLLM, which is not installed.
         """
         if self._by_template:
             parsed = cast(Any, self._tokenizer).parse_response(list(tokens), prefix=prompt, tools=list(tools or ()))
-            calls = tuple(
-                ToolCall(call["function"]["name"], call["function"].get("arguments", {}))
-                for call in (parsed.get("tool_calls") or ())
-            )
+            functions = [call["function"] for call in parsed.get("tool_calls") or ()]
+            calls = tuple(ToolCall(function["name"], function.get("arguments", {})) for function in functions)
             if not calls or tools is not None:
                 thoughts = parsed.get("reasoning_content") or parsed.get("reasoning") or parsed.get("thinking")
                 return ParsedAnswer(parsed.get("content"), thoughts, calls)
@@ -120,8 +110,8 @@ class AnswerParser:
         return ParsedAnswer(text if is_plain else content, thoughts, tool_calls)
 
     def _marked(self, text: str, tokens: Sequence[int]) -> str:
-        """The answer with special tokens except the last, for formats whose marks may be special tokens. `text` for
-        this module's formats, and if a stop text cut the answer."""
+        # The answer with special tokens except the last, for formats whose marks may be special tokens. `text` for
+        # this module's formats, and if a stop text cut the answer.
         if self._calls_name in _OWN_CALLS and self._thoughts_name in ("none", *_OWN_THOUGHTS):
             return text
         tokens, end = list(tokens), getattr(self._tokenizer, "eos_token_id", None)
@@ -131,9 +121,7 @@ class AnswerParser:
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def certain(self, text: str, prompt: str, tools: Tools | None) -> tuple[str, str]:
-        """The parts of (reasoning, content) that no continuation of `text` can change; arguments as in `parse`. In
-        formats of other parsers nothing is certain before the end.
-        """
+        """The parts of (reasoning, content) that no continuation of `text` can change; with other parsers none."""
         if self._by_template or self._thoughts_name not in ("none", *_OWN_THOUGHTS):
             return "", ""
         thoughts, content = _certain_thoughts(text, prompt) if self._thoughts_name != "none" else ("", text)
@@ -144,15 +132,13 @@ class AnswerParser:
         return thoughts, "" if self._calls_name != "hermes" or text[:1].isspace() else text.rstrip()
 
     def grammar(self, schema: Mapping[str, Any], prompt: str, *, are_calls: bool, max_calls: int | None = None) -> str:
-        """Grammar in llguidance's Lark form for answers to a rendered prompt: optional thoughts, then JSON that follows
-        `schema`, or tool calls that do.
+        """Grammar in llguidance's Lark form: optional thoughts, then JSON that follows `schema`, or tool calls that do.
 
         Raises: UserError: no grammar exists for the model's format of calls or thoughts.
         """
         if self._by_template or self._thoughts_name not in ("none", *_OWN_THOUGHTS):
-            raise UserError(
-                "answers can be guided only if thoughts are in <think>; set explorer.rollout_model.reasoning_parser"
-            )
+            advice = "set explorer.rollout_model.reasoning_parser"
+            raise UserError(f"answers can be guided only if thoughts are in <think>; {advice}")
         if are_calls and self._calls_name != "hermes":
             raise UserError(
                 f"calls can be guided only as JSON within <tool_call>, not as {self._calls_name!r}; "
@@ -164,11 +150,8 @@ class AnswerParser:
         rules = {"start": "answer", "answer": answer}
         if are_calls:
             further = "" if max_calls == 1 else ' ("\\n" call)*'
-            rules |= {
-                "answer": f"call{further}",
-                "call": '"<tool_call>" "\\n"? json "\\n"? "</tool_call>"',
-                "json": answer,
-            }
+            call = '"<tool_call>" "\\n"? json "\\n"? "</tool_call>"'
+            rules |= {"answer": f"call{further}", "call": call, "json": answer}
         if self._thoughts_name != "none":
             # Lazy: thoughts end at the first </think>.
             is_open = prompt.rstrip().endswith("<think>")
@@ -187,9 +170,8 @@ class AnswerParser:
         def parse(text: str, tools: Tools) -> tuple[str | None, tuple[ToolCall, ...]]:
             request = request_type(messages=[], model="policy", tools=list(tools))
             parsed = kind(self._tokenizer, request.tools).extract_tool_calls(text, request)
-            return parsed.content, tuple(
-                ToolCall(call.function.name, _loaded(call.function.arguments)) for call in parsed.tool_calls
-            )
+            functions = [call.function for call in parsed.tool_calls]
+            return parsed.content, tuple(ToolCall(call.name, _loaded(call.arguments)) for call in functions)
 
         return parse
 
@@ -211,7 +193,7 @@ class AnswerParser:
 
 
 def before_any(text: str, marks: Sequence[str]) -> str:
-    """Return the text before the first mark; a beginning of a mark at the end of the text is cut as well."""
+    """Return the text before the first mark, or before a beginning of a mark at its end."""
     if positions := [text.index(mark) for mark in marks if mark in text]:
         return text[: min(positions)]
     for length in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
@@ -221,9 +203,7 @@ def before_any(text: str, marks: Sequence[str]) -> str:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Tool calls of a response, written <tool_call>{"name": ..., "arguments": {...}}</tool_call> as in Qwen and Hermes
-    models. Invalid JSON is skipped.
-    """
+    """Tool calls written <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Invalid JSON is skipped."""
     calls: list[ToolCall] = []
     for match in _TOOL_CALL.finditer(text):
         with contextlib.suppress(ValueError):
@@ -300,9 +280,8 @@ def _vllm_parser(key: str, name: str) -> tuple[Any, Any]:
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
-    find = ReasoningParserManager.get_reasoning_parser
-    if key == "tool_call_parser":
-        find = ToolParserManager.get_tool_parser
+    is_call = key == "tool_call_parser"
+    find = ToolParserManager.get_tool_parser if is_call else ReasoningParserManager.get_reasoning_parser
     try:
         return find(name), ChatCompletionRequest
     except (KeyError, ImportError) as error:

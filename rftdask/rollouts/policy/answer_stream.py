@@ -37,13 +37,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class StreamedText:
-    """Text of an answer whose tokens arrive in pieces.
-
-    Args:
-        stop: texts that end the answer and are not part of it.
-        certain: see `Certain`.
-        on_text: receives newly certain text and its part.
-    """
+    """Text of an answer whose tokens arrive in pieces. stop: texts that end the answer and are not part of it."""
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str], certain: Certain, on_text: Callable[[Part, str], None]
@@ -74,13 +68,7 @@ class StreamedText:
 
 
 class EventStream:
-    """Events of one streamed answer. Used on one event loop.
-
-    Example:
-        stream = EventStream("chat/completions", body)
-        answering = asyncio.ensure_future(model.openai(path, body, stream.add_text))
-        async for event in stream.events(answering): ...
-    """
+    """Events of one streamed answer, whose text is added by `add_text`. Used on one event loop."""
 
     def __init__(
         self, path: str, request: Mapping[str, Any], on_renamed: Callable[[str, str], None] = lambda old, new: None
@@ -112,14 +100,13 @@ class EventStream:
                 has_text.cancel()
         if answering.cancelled():  # the client has disconnected
             return
-        for event in self._pending_events():
-            yield event
+        rest = list(self._pending_events())
         try:
             answer = answering.result()
-            rest = list(self._rest(answer.body)) if answer.status == 200 else [answer.body]
+            rest += list(self._rest(answer.body)) if answer.status == 200 else [answer.body]
         except Exception as error:  # of the model or a bug; too late for an HTTP status
-            kind = "server_error"
-            rest = [{"type": "error", "error": {"message": f"{type(error).__name__}: {error}", "type": kind}}]
+            details = {"message": f"{type(error).__name__}: {error}", "type": "server_error"}
+            rest.append({"type": "error", "error": details})
         for event in rest:
             yield event
 
@@ -165,7 +152,7 @@ class EventStream:
             yield from list(chunks_of({**body, "choices": []}, True))
 
     def _partial(self, number: int, parts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the body of an unfinished answer with one choice, in the form of the requested API."""
+        # The body of an unfinished answer with one choice, in the form of the requested API.
         is_chat = self._path != COMPLETIONS
         common = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._name}", "created": self._created}
         model = self._request.get("model") or "policy"
@@ -190,15 +177,12 @@ class EventStream:
 
 
 class _Choice:
-    """The part of a choice that was sent."""
-
     def __init__(self) -> None:
         self.sent: dict[Part, str] = {}
         self._num_frames = 0
 
     def new_frames(self, events: Sequence[Mapping[str, Any]], with_text: bool = False) -> list[Mapping[str, Any]]:
-        """The frames (events without text) among all events so far that were not returned before. with_text: also the
-        text events, all of which are new."""
+        """The frames (events without text) that were not returned before. with_text: also the texts, which are new."""
         new, number = [], 0
         for event in events:
             is_text = isinstance(event, TextDelta)

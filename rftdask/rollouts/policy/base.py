@@ -1,7 +1,7 @@
 """Model handles: the interface that a workflow's model offers, in the worker and in a sandbox.
 
 `ModelHandle` is one model, `PolicyHandle` the policy together with its auxiliary models. RecordingModel implements both
-over engines; the Forwarding classes send each call as one message. No engines and no pipes here.
+over engines; the Forwarding classes send each call as one message.
 """
 
 from __future__ import annotations
@@ -28,34 +28,27 @@ Method = Literal["chat", "generate", "logprobs", "openai"]
 
 
 class ModelHandle(AuxiliaryModel):
-    """A model that a workflow can call. Option `tools` of a chat goes to the chat template; the others override
-    SamplingParams.
-    """
+    """A model that a workflow can call. Options of a chat override SamplingParams, except `tools`."""
 
     def __init__(self) -> None:
         self._clients: list[AsyncOpenAI | OpenAI] = []
 
     @abstractmethod
     async def openai(self, path: str, body: Any, on_text: OnText | None = None) -> OpenAIAnswer:
-        """Answer a request of OpenAI's API: the body of a POST to `path`, such as "chat/completions". on_text: receives
-        the text while it is sampled, if the model can stream."""
+        """Answer a POST of `body` to `path` of OpenAI's API. on_text: receives the text while it is sampled."""
 
     async def call(self, method: Method, arguments: Mapping[str, Any]) -> Any:
-        """Make a call that arrived as a message, such as one from a sandbox. Raises: KeyError: unknown method."""
+        """Make a call that arrived as a message. Raises: KeyError: unknown method."""
         if method not in get_args(Method):
             raise KeyError(method)
         return await getattr(self, method)(**arguments)
 
     def openai_client(self) -> AsyncOpenAI:
-        """An `openai.AsyncOpenAI` that calls this model; its base_url and api_key also work for other programs on this
-        machine. Called on an event loop. Raises: UserError: the package is not installed.
-        """
+        """See AuxiliaryModel; called on an event loop. Raises: UserError: the package is not installed."""
         return cast("AsyncOpenAI", self.client_of(self.openai))
 
     def client_of(self, answer: AnswerFn, *, blocking: bool = False) -> AsyncOpenAI | OpenAI:
-        """Like `openai_client`, for requests answered by `answer`. Closed together with this model's clients. blocking:
-        an `openai.OpenAI` for use in another thread.
-        """
+        """Like `openai_client`, for requests answered by `answer`. blocking: an `openai.OpenAI` for another thread."""
         self._clients.append(open_client(answer, blocking=blocking))
         return self._clients[-1]
 
@@ -161,11 +154,10 @@ class ForwardingPolicy(_ForwardedModel, PolicyHandle):
 
 
 class BlockingModel:
-    """A handle for blocking code that runs in another thread than the event loop `loop`."""
+    """PolicyModel for blocking code that runs in another thread than the event loop `loop`."""
 
     def __init__(self, handle: PolicyModel, loop: asyncio.AbstractEventLoop) -> None:
-        self._handle = handle
-        self._loop = loop
+        self._handle, self._loop = handle, loop
 
     def wait(self, answer: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop and return its result. Raises: BlockedLoopError: called on that loop."""
@@ -177,20 +169,16 @@ class BlockingModel:
         return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
-        """Blocking PolicyModel.chat."""
         return self.wait(self._handle.chat(messages, **options))
 
     def generate(self, prompt: str, **sampling: Any) -> Response:
-        """Blocking PolicyModel.generate."""
         return self.wait(self._handle.generate(prompt, **sampling))
 
     def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
-        """Blocking PolicyModel.logprobs."""
         return self.wait(self._handle.logprobs(prompt, response))
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """See PolicyModel.state."""
         return self._handle.state
 
     def set_state(self, **values: Any) -> None:
@@ -199,7 +187,6 @@ class BlockingModel:
         self._loop.call_soon_threadsafe(lambda: self._handle.set_state(**values))
 
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """See PolicyModel.timer."""
         return self._handle.timer(name)
 
     def auxiliary(self, name: str = "") -> BlockingModel:
@@ -207,8 +194,6 @@ class BlockingModel:
         return BlockingModel(cast(PolicyModel, self._handle.auxiliary(name)), self._loop)
 
     def openai_client(self) -> OpenAI:
-        """Return an `openai.OpenAI`; see PolicyModel.openai_client."""
-
         async def open_on_loop() -> OpenAI:  # on the loop that will answer
             handle = cast(ModelHandle, self._handle)
             return cast("OpenAI", handle.client_of(handle.openai, blocking=True))

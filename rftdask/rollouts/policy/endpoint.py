@@ -51,7 +51,7 @@ _endpoints: WeakKeyDictionary[asyncio.AbstractEventLoop, _Endpoint] = WeakKeyDic
 
 def open_client(answer: AnswerFn, *, blocking: bool) -> AsyncOpenAI | OpenAI:
     """Open a client whose requests are answered by `answer` on the running event loop. Its address and key also work
-    for other programs on this machine. blocking: an OpenAI for other threads; it raises BlockedLoopError on the loop.
+    for other programs. blocking: an OpenAI for other threads; it raises BlockedLoopError on the loop.
 
     Raises: UserError: a required package is not installed.
     """
@@ -60,8 +60,7 @@ def open_client(answer: AnswerFn, *, blocking: bool) -> AsyncOpenAI | OpenAI:
     except ImportError as error:
         raise UserError(f"openai_client() needs the extra openai; pip install 'rftdask[openai]' ({error})") from error
     loop = asyncio.get_running_loop()
-    endpoint = _endpoints.get(loop)
-    if endpoint is None:
+    if (endpoint := _endpoints.get(loop)) is None:
         endpoint = _endpoints[loop] = _Endpoint(loop)
     key = secrets.token_hex(16)
     endpoint.models[key] = answer
@@ -96,8 +95,6 @@ def close_client(client: AsyncOpenAI | OpenAI) -> None:
 
 
 class _Endpoint:
-    """The endpoint of an event loop; it ends with the loop."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.models: dict[str, AnswerFn] = {}
         """Models by key."""
@@ -168,9 +165,7 @@ def web_server(app: Starlette, **options: Any) -> Server:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Protocol(H11Protocol):
-        """Answers what is not HTTP in OpenAI's form."""
-
-        def send_400_response(self, msg: str) -> None:
+        def send_400_response(self, msg: str) -> None:  # in OpenAI's form
             body = json.dumps(refusal(msg).body).encode()
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
             if self.cycle is None or self.cycle.response_complete:  # else it would be part of another response
@@ -194,8 +189,7 @@ async def answer_http(
 ) -> Response:
     """Respond to a request of OpenAI's API; cancelled when its client disconnects.
 
-    stream_headers: headers of a streamed response, which `answer` may complete before its first text.
-    on_renamed: receives the id of an answer and the id under which it was streamed.
+    stream_headers: `answer` may add to them before its first text; on_renamed: see EventStream.
     """
     path = request.path_params["path"]
     if request.method != "POST":
@@ -237,7 +231,6 @@ def _streamed_response(
     disconnected: asyncio.Future[Any],
     headers: Mapping[str, str],
 ) -> Response:
-    """Stream the events of an answer; it is cancelled when the client disconnects."""
     from starlette.responses import StreamingResponse
 
     class CancellingResponse(StreamingResponse):
@@ -273,12 +266,9 @@ async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes 
 
 
 def _error(request: Request, error: Exception) -> Response:
-    """Response to an error of starlette, such as an unknown path."""
-    status = getattr(error, "status_code", 500)
-    what = f"{request.method} {request.url.path!r:.200}"
-    text = {404: f"{what} does not exist", 405: f"{what} is not supported"}.get(
-        status, f"{type(error).__name__}: {error}"
-    )
+    status, what = getattr(error, "status_code", 500), f"{request.method} {request.url.path!r:.200}"
+    known = {404: f"{what} does not exist", 405: f"{what} is not supported"}
+    text = known.get(status, f"{type(error).__name__}: {error}")
     answer = refusal(text, code="not_found" if status == 404 else None, status=status)
     return as_response(replace(answer, headers=getattr(error, "headers", None) or {}))
 

@@ -62,20 +62,11 @@ class _Waiting(NamedTuple):
 
 
 class LockstepQueue(RequestQueue):
-    """The rollouts of one work unit in front of one engine.
-
-    Example:
-        queue = LockstepQueue(generate_batch)
-        for key in rollouts:
-            queue.enter(key)  # before any request, so that the first call includes all of them
-        ...  # each rollout: await queue.generate(key, turn, request), at the end queue.leave(key)
-        await queue.close()
-    """
+    """See the module. All rollouts enter before any request, so that the first call includes them."""
 
     def __init__(self, generate_batch: GenerateBatch, max_wait_s: float = 0.02) -> None:
         super().__init__()
-        self._generate_batch = generate_batch
-        self._max_wait_s = max_wait_s
+        self._generate_batch, self._max_wait_s = generate_batch, max_wait_s
         self._live: set[RolloutKey] = set()
         self._busy: set[RolloutKey] = set()
         """Live rollouts that calls wait for, because they have no request in the queue."""
@@ -85,18 +76,15 @@ class LockstepQueue(RequestQueue):
         self._last_change_s = 0.0
 
     def enter(self, key: RolloutKey) -> None:
-        """Make calls wait for this rollout."""
         self._live.add(key)
         self._busy.add(key)
 
     def leave(self, key: RolloutKey) -> None:
-        """Stop waiting for a rollout that has ended. Idempotent."""
         self._live.discard(key)
         self._busy.discard(key)
         self._changed()
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
-        """Sent together with all waiting requests once no live rollout is busy, or the wait for busy ones is over."""
         if self.failure is not None:
             raise self.failure
         waiting = _Waiting(key, turn, request, asyncio.get_running_loop().create_future())
@@ -111,7 +99,6 @@ class LockstepQueue(RequestQueue):
             self._resume(key)
 
     async def close(self) -> None:
-        """Cancel the call in flight. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         if self._in_flight is not None:

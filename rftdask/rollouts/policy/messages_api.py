@@ -138,33 +138,22 @@ def as_answer(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[st
         # The policy may emit arguments that are not an object; pass them through.
         value = arguments if isinstance(arguments, dict) else {"arguments": arguments}
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": value})
-    stopped_at = choice.get("stop_reason")
+    stopped_at, usage = choice.get("stop_reason"), completion["usage"]
     default = "end_turn" if stopped_at is None else "stop_sequence"
     return {
         "id": f"msg_{completion['id'].rpartition('-')[2]}",
-        "type": "message",
-        "role": "assistant",
-        "model": completion["model"],
-        "content": content,
+        **{"type": "message", "role": "assistant", "model": completion["model"], "content": content},
         "stop_reason": _STOP_REASONS.get(choice["finish_reason"], default),
         "stop_sequence": stopped_at,
-        "usage": {
-            "input_tokens": completion["usage"]["prompt_tokens"],
-            "output_tokens": completion["usage"]["completion_tokens"],
-        },
+        "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
     }
 
 
 def events_of(message: Mapping[str, Any], split: Callable[[str], Sequence[str]] = pieces) -> Iterator[dict[str, Any]]:
     """Yield the events of a stream for a whole message. split: splits its texts."""
     usage = message["usage"]
-    begun: dict[str, Any] = {
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": {**usage, "output_tokens": 0},
-    }
-    yield {"type": "message_start", "message": {**message, **begun}}
+    begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield {"type": "message_start", "message": {**message, **begun, "usage": {**usage, "output_tokens": 0}}}
     for index, block in enumerate(message["content"]):
         kind = block["type"]
         name = {"tool_use": "input", "text": "text", "thinking": "thinking"}[kind]

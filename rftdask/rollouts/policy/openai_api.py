@@ -70,14 +70,11 @@ class BadRequestError(ValueError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
-        self.code = code
+        self.param, self.code = param, code
 
 
 @dataclass(frozen=True)
 class OpenAIAnswer:
-    """Answer to a request."""
-
     status: int
     """HTTP status."""
     body: Mapping[str, Any]
@@ -85,7 +82,6 @@ class OpenAIAnswer:
     responses: tuple[Response, ...] = ()
     """Sampled responses, one per choice."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Additional HTTP headers."""
 
 
 def refusal(
@@ -120,7 +116,6 @@ class Form:
     """Required form of an answer after any thoughts: JSON that follows a schema, or tool calls."""
 
     param: Literal["response_format", "tool_choice"]
-    """Parameter that requires the form."""
     schema: Mapping[str, Any]
     """JSON schema of the answer or of one call: {"name": ..., "arguments": ...}."""
     max_calls: int | None = None
@@ -136,7 +131,6 @@ class OpenAIRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Messages of a chat, as chat templates take them."""
     prompts: tuple[str, ...] = ()
-    """Prompts of a text completion."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Overrides of SamplingParams."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -144,7 +138,6 @@ class OpenAIRequest:
     tools: list[Any] | None = None
     """Tools whose calls are parsed into `tool_calls`; None: calls stay text."""
     form: Form | None = None
-    """Required form of the answer; None: any."""
     only_first_call: bool = False
     n: int = 1
     """Answers per prompt."""
@@ -160,23 +153,18 @@ NameImage = Callable[[str], str]
 def read_request(
     path: str, body: Any, tokenizer: Tokenizer | None, name_image: NameImage | None = None
 ) -> OpenAIRequest:
-    """Check a request body.
-
-    Args:
-        tokenizer: its chat template renders the request; None: the template is unknown (a model behind an API).
-        name_image: None: the model reads only text.
-    Raises: BadRequestError.
+    """Check a request body. tokenizer: None: the chat template is unknown, as of a model behind an API; name_image:
+    None: the model reads only text. Raises: BadRequestError.
     """
     if path not in (CHAT, COMPLETIONS):
-        raise BadRequestError(
-            f"{path} does not exist; use {CHAT}, {COMPLETIONS}, responses, messages or models", code="not_found"
-        )
+        known = f"{CHAT}, {COMPLETIONS}, responses, messages or models"
+        raise BadRequestError(f"{path} does not exist; use {known}", code="not_found")
     parameters = read_parameters(body)
     is_chat = path == CHAT
     options: dict[str, Any] = {}
-    for name in [name for name in _NUMBERS if name in parameters]:
-        key, kind, minimum, maximum = _NUMBERS[name]
-        options[key] = _number(name, parameters.pop(name), kind, minimum, maximum)
+    for name, (key, kind, minimum, maximum) in _NUMBERS.items():
+        if name in parameters:
+            options[key] = _number(name, parameters.pop(name), kind, minimum, maximum)
     for name in ("stop", "bad_words"):
         if texts := texts_of(name, parameters.pop(name, None)):
             options[name] = texts
@@ -232,7 +220,7 @@ _KNOWN = (
 def _chat_parts(
     parameters: dict[str, Any], tools: Any, template: str | None, name_image: NameImage | None
 ) -> dict[str, Any]:
-    """Return the fields of a chat request; their entries are removed from `parameters`. Raises: BadRequestError."""
+    # The fields of a chat request; their entries are removed from `parameters`.
     messages = parameters.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise BadRequestError("messages must be a list of at least one message", "messages")
@@ -293,7 +281,7 @@ def _flag(name: str, parameters: dict[str, Any], default: bool = False) -> bool:
 
 
 def texts_of(name: str, value: Any) -> tuple[str, ...]:
-    """Return the texts of a parameter that is one text, a list of texts, or None. Raises: BadRequestError."""
+    """Texts of a parameter that is one text, a list of texts, or None. Raises: BadRequestError."""
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
         raise BadRequestError(f"{name} must be a non-empty text or a list of them", name)
@@ -303,7 +291,6 @@ def texts_of(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _answer_form(value: Any) -> Form | None:
-    """Return the form that a response_format requires. Raises: BadRequestError."""
     kind = value.get("type") if isinstance(value, Mapping) else value
     if kind in (None, "text"):
         return None
@@ -318,34 +305,24 @@ def _answer_form(value: Any) -> Form | None:
 
 
 def _call_form(choice: Any, tools: Sequence[Any] | None, parallel: bool) -> Form:
-    """Return the form of the calls that a tool_choice requires. Raises: BadRequestError."""
     functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not functions or (choice != "required" and name not in functions):
         valid = "auto, none, required, or a function of `tools`"
         raise BadRequestError(f"tool_choice {choice!r:.100} is not supported; use {valid}", "tool_choice")
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function_name},
-                "arguments": parameters or {"type": "object", "properties": {}},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function_name, parameters in functions.items()
-        if name in (None, function_name)
-    ]
+    calls = []
+    for function_name, parameters in functions.items():
+        if name in (None, function_name):
+            arguments = parameters or {"type": "object", "properties": {}}
+            parts = {"name": {"const": function_name}, "arguments": arguments}
+            calls.append({"type": "object", "properties": parts, "required": [*parts], "additionalProperties": False})
     return Form("tool_choice", calls[0] if len(calls) == 1 else {"anyOf": calls}, None if parallel and not name else 1)
 
 
 def plain_message(message: Any, name_image: NameImage | None = str) -> dict[str, Any]:
-    """A message as chat templates take it. Content is text, or parts if it has images, which are referenced by name.
-    Arguments of tool calls are objects, because templates serialize them.
-
-    Raises: BadRequestError: it holds something else.
+    """A message as chat templates take it: content is text, or parts if it has images, which are referenced by name;
+    arguments of tool calls are objects. Raises: BadRequestError: it holds something else.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRequestError(f"a message must be an object with a role, not {message!r:.60}", "messages")
@@ -361,7 +338,8 @@ def plain_message(message: Any, name_image: NameImage | None = str) -> dict[str,
         plain["role"] = "system"
     if "tool_calls" in plain:
         try:
-            plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
+            functions = [with_parsed_arguments(call["function"]) for call in plain["tool_calls"]]
+            plain["tool_calls"] = [{"type": "function", "function": function} for function in functions]
         except (KeyError, TypeError):
             raise BadRequestError(f"tool_calls {plain['tool_calls']!r:.100} cannot be read", "messages") from None
     return plain
@@ -384,13 +362,7 @@ def _plain_part(part: Any, name_image: NameImage | None) -> dict[str, str]:
     return {"type": "image", "image": name_image(image)}
 
 
-def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": with_parsed_arguments(call["function"])}
-
-
 class SampledAnswer(NamedTuple):
-    """One choice of an answer."""
-
     response: Response
     parsed: ParsedAnswer
     turn: int
@@ -402,19 +374,14 @@ def completion(
 ) -> OpenAIAnswer:
     """Return a ChatCompletion or Completion, by the path of the request.
 
-    Args: tokenizer: decodes single tokens for logprobs; None: they are left out.
-        num_prompt_tokens: tokens of all prompts, each counted once.
+    Args: tokenizer: None: logprobs are left out; num_prompt_tokens: tokens of all prompts, each counted once.
     """
     is_chat = request.path == CHAT
-    choices = [
-        {
-            "index": index,
-            "finish_reason": "length" if answer.response.finish_reason == "length" else "stop",
-            "logprobs": None,
-            **(_chat_choice if is_chat else _text_choice)(request, answer, tokenizer),
-        }
-        for index, answer in enumerate(answers)
-    ]
+    choices: list[dict[str, Any]] = []
+    for index, answer in enumerate(answers):
+        finish_reason = "length" if answer.response.finish_reason == "length" else "stop"
+        details = (_chat_choice if is_chat else _text_choice)(request, answer, tokenizer)
+        choices.append({"index": index, "finish_reason": finish_reason, "logprobs": None, **details})
     num_sampled = sum(len(answer.response.tokens) for answer in answers)
     body: dict[str, Any] = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -437,19 +404,13 @@ def _chat_choice(request: OpenAIRequest, answer: SampledAnswer, tokenizer: Token
     response, parsed, turn = answer
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
     choice: dict[str, Any] = {"message": message}
-    if calls := parsed.calls[: 1 if request.only_first_call else None]:
-        message["tool_calls"] = [
-            {
-                # Deterministic, because some templates show call ids to the policy.
-                "id": f"call_{turn}_{number}",
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments),
-                },
-            }
-            for number, call in enumerate(calls)
-        ]
+    calls = parsed.calls[: 1 if request.only_first_call else None]
+    for number, call in enumerate(calls):
+        arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
+        function = {"name": call.name, "arguments": arguments}
+        # The id is deterministic, because some templates show it to the policy.
+        shown = {"id": f"call_{turn}_{number}", "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(shown)
     if parsed.reasoning is not None:
         # Clients read one of two names.
         message |= {"reasoning": parsed.reasoning, "reasoning_content": parsed.reasoning}
@@ -498,9 +459,7 @@ def pieces(text: str) -> list[str]:
 def chunks_of(
     body: Mapping[str, Any], with_usage: bool, split: Callable[[str], Sequence[str]] = pieces
 ) -> Iterator[dict[str, Any]]:
-    """Chunks of a stream for a complete body: per choice its text in pieces, whole tool calls and the finish reason;
-    at the end the usage if `with_usage`.
-    """
+    """Chunks of a stream for a complete body: per choice its text in pieces, whole tool calls and the finish reason."""
     is_chat = body["object"] == "chat.completion"
     common = {**body, "object": "chat.completion.chunk" if is_chat else "text_completion"}
     common = {key: value for key, value in common.items() if key not in ("choices", "usage")}

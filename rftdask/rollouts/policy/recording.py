@@ -1,10 +1,9 @@
 """RecordingModel: the models of one attempt at a rollout. Workflows see text, engines see token ids.
 
-It records every call of the policy with its exact input and output tokens, so that training uses what was sampled; text
-is never tokenized twice. A prompt whose text continues an earlier call consists of that call's tokens followed by the
-tokens of the added text. A conversation is therefore one sequence, until a prompt does not continue it (`Branch`).
-Seeds depend on the run's seed and the identity of the call, not on the attempt or on timing. Calls of auxiliary models
-are not recorded.
+It records every call of the policy with its exact input and output tokens; text is never tokenized twice. A prompt
+whose text continues an earlier call consists of that call's tokens followed by the tokens of the added text. A
+conversation is therefore one sequence, until a prompt does not continue it (`Branch`). Seeds depend on the run's seed
+and the identity of the call, not on the attempt or on timing. Calls of auxiliary models are not recorded.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
 """Most model calls in one attempt: a workflow that never stops fails before it fills the memory."""
-
 _THOUGHTS_END = "</think>"
-
 Streamed: TypeAlias = Callable[[Sequence[str]], StreamedText]
 """Creates the StreamedText of an answer for its stop texts."""
 LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
@@ -66,25 +63,24 @@ class ModelUse:
     calls: int = 0
     """Calls, including failed ones."""
     failures: int = 0
-    """Calls that ended with an error."""
     prompt_tokens: int = 0
     """Prompt tokens of answered calls."""
     response_tokens: int = 0
-    """Response tokens of answered calls."""
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Callable[[int, int], None]]:
         """Count the block as a call. Yields: a function that adds the tokens of prompt and answer."""
+
+        def add_tokens(prompt: int, response: int) -> None:
+            self.prompt_tokens += prompt
+            self.response_tokens += response
+
         self.calls += 1
         try:
-            yield self._add_tokens
+            yield add_tokens
         except Exception:  # not a cancellation
             self.failures += 1
             raise
-
-    def _add_tokens(self, prompt: int, response: int) -> None:
-        self.prompt_tokens += prompt
-        self.response_tokens += response
 
     def sums(self, prompt_price: float | None, response_price: float | None) -> dict[str, float]:
         """Return the values by metric name, with the cost if the price of a million tokens is known."""
@@ -113,18 +109,14 @@ class ServedModel:
     images: ImageProcessor | None = None
     """Processor of images in chats; None: chats have no images."""
     use: ModelUse = field(default_factory=ModelUse)
-    """Counter of its calls."""
 
 
 @dataclass(frozen=True)
 class ServedRemote:
-    """A remote model."""
-
     model: RemoteModel
     sampling: SamplingParams
     """Defaults that a workflow may override."""
     use: ModelUse = field(default_factory=ModelUse)
-    """Counter of its calls."""
 
 
 Served: TypeAlias = ServedModel | ServedRemote
@@ -142,8 +134,6 @@ class Branch(StrEnum):
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A rendered prompt."""
-
     text: str
     source: str = ""
     """Role of its last message; "": a text without roles."""
@@ -184,8 +174,7 @@ class Call:
 def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
     """Return the seed of one request, 0 <= seed < 2**63; equal for all attempts."""
     identity = f"{run_seed}/{group_id}/{rollout}/{turn}".encode()
-    # A hash of the identity does not depend on earlier requests, so a rollout samples the same tokens on any worker and
-    # after any restart. The last bit is dropped because seeds are int64.
+    # A hash, so that a rollout samples the same tokens on any worker and after any restart. Seeds are int64.
     return int.from_bytes(blake2b(identity, digest_size=8).digest(), "big") >> 1
 
 
@@ -290,17 +279,14 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         models = {name: _AuxiliaryModel(self, name, served) for name, served in (auxiliary or {}).items()}
         PolicyHandle.__init__(self, models)
         self._name, self._served = POLICY, policy
-        self._key = key
-        self.group_id = group_id
-        self._run_seed = run_seed
+        self._key, self.group_id, self._run_seed = key, group_id, run_seed
         self._calls: dict[int, Call] = {}
         # Rendered prompt and answer by turn, computed when a later prompt is compared with them.
         self._sequences: dict[int, str] = {}
         # Rendered prompts of the policy so far, and the turns that another call continues.
         self._prompts: list[str] = []
         self._extended: set[int] = set()
-        self._num_turns = 0
-        self._num_calls = 0
+        self._num_turns = self._num_calls = 0
         self._closed = False
         # Text that the policy sampled, by the parsed message that was made of it.
         self._sampled_texts: dict[str, str] = {}
@@ -317,14 +303,14 @@ class RecordingModel(_RecordedModel, PolicyHandle):
     @property
     def sequences(self) -> list[list[tuple[int, Call]]]:
         """The calls grouped into sequences, ordered by first call; each call comes with its index in `calls`."""
+        sequences: list[list[tuple[int, Call]]] = []
         sequence_of: dict[int, list[tuple[int, Call]]] = {}
-        for index, turn in enumerate(sorted(self._calls)):
-            call = self._calls[turn]
-            sequence = [] if call.extends is None else sequence_of[call.extends]
-            sequence.append((index, call))
-            sequence_of[turn] = sequence
-        # Each sequence appears once per call, so keep distinct objects, in order.
-        return list({id(sequence): sequence for sequence in sequence_of.values()}.values())
+        for index, (turn, call) in enumerate(sorted(self._calls.items())):
+            if call.extends is None:
+                sequences.append([])
+            sequence_of[turn] = sequences[-1] if call.extends is None else sequence_of[call.extends]
+            sequence_of[turn].append((index, call))
+        return sequences
 
     def begin_call(self) -> contextlib.AbstractContextManager[None]:
         """Count a call of any model and return its timer. Raises: RuntimeError: see the class."""
@@ -337,7 +323,7 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         return self.timer("generate")
 
     def count_tokens(self, name: str, model: Served, body: Any) -> OpenAIAnswer:
-        """Count the prompt tokens of a chat. Raises: the errors that `openai` answers."""
+        """Raises: the errors that `openai` answers."""
         if not isinstance(model, ServedModel):
             return openai_api.refusal("token counts are not available for a model behind an API", status=404)
         request = _read_request(CHAT, body, model)
@@ -395,9 +381,8 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         return answered
 
     def _as_sampled(self, name: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Replace messages that were parsed from an answer by the answer as sampled. A template would write tool calls
-        in its own way, and the messages lack the thoughts.
-        """
+        # Replace messages that were parsed from an answer by the answer as sampled. A template would write tool calls
+        # in its own way, and the messages lack the thoughts.
         sampled: list[Mapping[str, Any]] = []
         for message, keys in zip(messages, _message_keys(messages), strict=True):
             texts = [self._sampled_texts.get(f"{name}/{key}") for key in keys] if message["role"] == "assistant" else []
@@ -449,10 +434,8 @@ class RecordingModel(_RecordedModel, PolicyHandle):
             tokens = _encode_raw(model.tokenizer, prompt)
         tokens, truncated = _limited(model, tokens)
         if truncated and images:
-            raise PromptTooLongError(
-                f"a prompt with images exceeds max_prompt_tokens {model.limits.max_prompt_tokens} and cannot be "
-                "truncated; raise it"
-            )
+            limit = f"max_prompt_tokens {model.limits.max_prompt_tokens}"
+            raise PromptTooLongError(f"a prompt with images exceeds {limit} and cannot be truncated; raise it")
         if not tokens:
             raise ValueError("the prompt is empty")
         options = dict(sampling)
@@ -464,9 +447,8 @@ class RecordingModel(_RecordedModel, PolicyHandle):
             options["bad_tokens"] = (*options.get("bad_tokens", ()), *((token,) for token in model.images.placeholders))
         request = GenerateRequest(tuple(tokens), _sampling(model.sampling, options), seed, images)
         if request.sampling.is_guided and not model.is_guided:
-            raise BadRequestError(
-                f"bad_words and required forms are not supported: {openai_api.NOT_GUIDED}", "bad_words"
-            )
+            text = f"bad_words and required forms are not supported: {openai_api.NOT_GUIDED}"
+            raise BadRequestError(text, "bad_words")
         branch = self._branch(parent, prompt, request.sampling, truncated) if name == POLICY else None
         extends = parent if branch is None else None
         # Recorded before the answer: which of two concurrent calls continues must not depend on timing.
@@ -495,30 +477,18 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         sampled, logprobs = generation.tokens, generation.logprobs
         response = Response(text, request.prompt_tokens, sampled, logprobs, generation.finish_reason)
         if name == POLICY:
+            shown, counts = show_hidden(prompt, hidden), (len(request.prompt_tokens), len(sampled))
+            added_text = "" if extends is None else show_hidden(added, hidden)
+            link = (extends, branch, added_text, source, prompt, forced)
             # By turn, because concurrent calls are answered in any order.
-            self._calls[turn] = Call(
-                show_hidden(prompt, hidden),
-                truncated,
-                request,
-                generation,
-                response,
-                len(request.prompt_tokens),
-                len(generation.tokens),
-                extends,
-                branch,
-                "" if extends is None else show_hidden(added, hidden),
-                source,
-                prompt,
-                forced,
-            )
+            self._calls[turn] = Call(shown, truncated, request, generation, response, *counts, *link)
         return turn, response
 
     async def _think(
         self, model: ServedModel, turn: int, request: GenerateRequest, prompt: str, budget: int
     ) -> tuple[Generation, range]:
-        """Sample an answer whose thoughts have at most `budget` tokens, in two requests: the thoughts, then the rest.
-
-        Returns: the answer, and the range of tokens that were inserted to end the thoughts.
+        """Sample thoughts of at most `budget` tokens, then the rest of the answer. Returns: the answer, and the range
+        of tokens that were inserted to end the thoughts.
         """
         if not isinstance(budget, int) or budget < 0:
             raise ValueError(f"thinking_token_budget must be an integer of at least 0, not {budget!r:.60}")
@@ -538,18 +508,11 @@ class RecordingModel(_RecordedModel, PolicyHandle):
             end = encode_hidden(model.tokenizer, f"\n{_THOUGHTS_END}\n\n", {})
             begun = (*begun, *end[: sampling.max_tokens - len(begun) - 1])
         forced = range(0 if thoughts is None else len(thoughts.tokens), len(begun))
-        least = max(0, sampling.min_tokens - len(begun))
-        rest = await model.queue.generate(
-            self._key,
-            turn,
-            GenerateRequest(
-                (*request.prompt_tokens, *begun),
-                replace(sampling, max_tokens=sampling.max_tokens - len(begun), min_tokens=least),
-                # The seed of the thoughts would repeat their random numbers.
-                rollout_seed(request.seed, "after thoughts", 0, 0),
-                request.images,
-            ),
-        )
+        least, most = max(0, sampling.min_tokens - len(begun)), sampling.max_tokens - len(begun)
+        prompt_tokens, last = (*request.prompt_tokens, *begun), replace(sampling, max_tokens=most, min_tokens=least)
+        seed = rollout_seed(request.seed, "after thoughts", 0, 0)  # that of the thoughts would repeat random numbers
+        following = GenerateRequest(prompt_tokens, last, seed, request.images)
+        rest = await model.queue.generate(self._key, turn, following)
         first = rest if thoughts is None else thoughts
         logprobs = (*(() if thoughts is None else thoughts.logprobs), *([0.0] * len(forced)), *rest.logprobs)
         oldest, tokens = min(first.min_policy_version, rest.min_policy_version), (*begun, *rest.tokens)
@@ -581,9 +544,8 @@ class RecordingModel(_RecordedModel, PolicyHandle):
                 return Branch.FORKED
             if truncated:
                 return Branch.TRUNCATED
-            is_same = all(
-                getattr(before, name) == getattr(sampling, name) for name in ("temperature", "top_p", "top_k")
-            )
+            names = ("temperature", "top_p", "top_k")
+            is_same = all(getattr(before, name) == getattr(sampling, name) for name in names)
             return None if is_same else Branch.SAMPLING
         if not self._prompts:
             return None
@@ -605,15 +567,11 @@ class RecordingModel(_RecordedModel, PolicyHandle):
             count(answer.num_prompt_tokens, answer.num_response_tokens)
         response = Response(answer.text, (), (), (), answer.finish_reason)
         if name == POLICY:
-            prompt = (
-                question
-                if isinstance(question, str)
-                else "\n".join(f"{message['role']}: {message.get('content')}" for message in question)
-            )
+            lines = [question] if isinstance(question, str) else [f"{m['role']}: {m.get('content')}" for m in question]
             # No tokens and version 0: answers of a remote model are evaluated but never trained.
             generation = Generation((), (), "length" if answer.finish_reason == "length" else "stop", 0, 0)
             counts = answer.num_prompt_tokens, answer.num_response_tokens
-            self._calls[turn] = Call(prompt, False, request, generation, response, *counts)
+            self._calls[turn] = Call("\n".join(lines), False, request, generation, response, *counts)
         return response
 
     def _next_turn(self, name: str, request_seed: str | None = None) -> tuple[int, int]:
@@ -645,7 +603,7 @@ def _read_request(path: str, body: Any, model: Served) -> OpenAIRequest:
 
 
 def _on_this_loop(take: OnTokens) -> OnTokens:
-    """Wrap `take` for use in other threads: it is called in order on the running event loop."""
+    # Wrap `take` for use in other threads: it is called in order on the running event loop.
     loop = asyncio.get_running_loop()
 
     def take_later(tokens: tuple[int, ...]) -> None:
@@ -658,7 +616,6 @@ def _on_this_loop(take: OnTokens) -> OnTokens:
 def _grammar(
     model: ServedModel, parser: AnswerParser, form: openai_api.Form, prompt: str, options: Mapping[str, Any]
 ) -> str:
-    """Return a valid grammar for a form. Raises: BadRequestError: the engine or the form does not allow one."""
     if not model.is_guided:
         raise BadRequestError(f"{form.param} is not supported: {openai_api.NOT_GUIDED}", form.param)
     for name in ("min_tokens", "stop"):
@@ -713,7 +670,6 @@ def _render(
 async def _chat_prompt(
     model: ServedModel, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
 ) -> _Prompt:
-    """Render a chat, and store its images in the run folder."""
     prompt = _render(model.tokenizer, messages, template_options)
     if prompt.images and model.images is not None:
         # In a thread, because it writes new images to storage and tokenizes them.
@@ -723,9 +679,8 @@ async def _chat_prompt(
 
 async def _prompt_as_sampled(model: Served, sampled: Sequence[Mapping[str, Any]], request: OpenAIRequest) -> _Prompt:
     """Render a chat with the answers as sampled, so that it continues their tokens; a model behind an API renders it.
-
-    The messages of the request are used instead if the template fails on sampled answers, or drops a tool's result:
-    some templates read `tool_calls`, which sampled answers do not have.
+    The messages of the request are used instead if the template fails on sampled answers, or drops a tool's result,
+    because it reads `tool_calls`.
     """
     if isinstance(model, ServedRemote):
         return _Prompt("")
@@ -755,9 +710,7 @@ def _message_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]
 
 
 def _cut_at_stop(tokenizer: Tokenizer, generation: Generation, stop: Sequence[str]) -> tuple[Generation, str]:
-    """Cut an answer after the token that completes its first stop text. Returns: the answer and the text before the
-    stop text. Exact, because engines that continue past a stop text sample the same tokens up to it.
-    """
+    """Cut an answer after the token that completes its first stop text. Returns: the answer, the text before that."""
 
     def decoded(num_tokens: int) -> str:
         return tokenizer.decode(list(generation.tokens[:num_tokens]), skip_special_tokens=True)
@@ -778,25 +731,21 @@ def _cut_at_stop(tokenizer: Tokenizer, generation: Generation, stop: Sequence[st
 
 
 def _sampling(defaults: SamplingParams, overrides: Mapping[str, Any]) -> SamplingParams:
-    """Apply a workflow's sampling parameters. They are checked here, because an error in the engine would fail the
-    whole work unit. `max_tokens` is limited to the run's.
-
-    Raises: ValueError, TypeError: a value or name is invalid.
+    """Apply a workflow's sampling parameters, which are checked here, because an error in the engine would fail the
+    whole work unit. Raises: ValueError, TypeError: a value or name is invalid.
     """
     if not overrides:
         return defaults
     if unknown := overrides.keys() - {parameter.name for parameter in fields(SamplingParams)}:
         raise TypeError(f"unknown sampling parameters {', '.join(sorted(unknown))}")
-    sampling = replace(
-        defaults, **{**overrides, "stop": openai_api.texts_of("stop", overrides.get("stop", defaults.stop))}
-    )
+    stop = openai_api.texts_of("stop", overrides.get("stop", defaults.stop))
+    sampling = replace(defaults, **{**overrides, "stop": stop})
     numbers = (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.temperature, sampling.top_p)
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
         raise ValueError(f"sampling parameters must be finite numbers: {dict(overrides)!r:.200}")
     if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1 or sampling.repetition_penalty <= 0:
-        raise ValueError(
-            f"max_tokens >= 1, 0 < top_p <= 1 and repetition_penalty > 0 must hold: {dict(overrides)!r:.200}"
-        )
+        bounds = "max_tokens >= 1, 0 < top_p <= 1 and repetition_penalty > 0"
+        raise ValueError(f"{bounds} must hold: {dict(overrides)!r:.200}")
     if sampling.temperature != 0 and sampling.temperature < engines.MIN_TEMPERATURE:
         raise ValueError(f"temperature {sampling.temperature} must be 0 (greedy) or at least {engines.MIN_TEMPERATURE}")
     # Memory and deadlines are planned for the run's limit. A grammar may end an answer before min_tokens.
@@ -805,10 +754,7 @@ def _sampling(defaults: SamplingParams, overrides: Mapping[str, Any]) -> Samplin
 
 
 def _encode(model: ServedModel, text: str, hidden: Mapping[str, str], images: Sequence[str]) -> list[int]:
-    """Return the tokens of a rendered text, with each placeholder replaced by the tokens of its image.
-
-    Raises: ValueError: placeholders and images do not match.
-    """
+    """Tokens of a rendered text, with those of its images for placeholders. Raises: ValueError: they do not match."""
     if not images:
         return encode_hidden(model.tokenizer, text, hidden)
     if model.images is None:

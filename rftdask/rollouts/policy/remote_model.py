@@ -1,9 +1,8 @@
 """Remote model: a model behind an OpenAI-compatible API. Text in, text out.
 
 It returns no token ids and no logprobs, so its answers are evaluated but never trained. Requests follow a rate limit
-(rate_limit.py) and are retried after 408, 409, 429, 5xx and lost connections. A pause that the service requests applies
-to all requests; otherwise each retry waits longer than the one before. Address and key are read only from environment
-variables.
+and are retried after 408, 409, 429, 5xx and lost connections. A pause that the service requests applies to all
+requests. Address and key are read only from environment variables.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import json
 import math
 import os
 import random
+import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from rftdask.config.schema.model import ExternalModelConfig
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
-from rftdask.rollouts.policy.rate_limit import RateLimit, Reservation
 from rftdask.storage.checked_json import parse_portable
 
 if TYPE_CHECKING:
@@ -45,6 +45,80 @@ _CHARS_PER_TOKEN = 3
 """Estimate for token limits until the service reports counts; lower than for most tokenizers."""
 _REFUSALS = frozenset({401, 403, 404})
 """Permanent errors: wrong key, rights or name."""
+WINDOW_S = 60.0
+_FAR = float("inf")
+
+
+@dataclass
+class Reservation:
+    at_s: float
+    """Time at which it may be sent."""
+    num_tokens: float
+    counts: bool = True
+    """False once it has left the window."""
+
+
+class RateLimit:
+    """Times at which requests may be sent, by requests and tokens per minute. Thread-safe; the caller sleeps.
+
+    No window of one minute, wherever it begins, has more requests or tokens than allowed, unless an answer is longer
+    than its reservation.
+    """
+
+    def __init__(
+        self, requests: float | None = None, tokens: float | None = None, *, clock: Callable[[], float]
+    ) -> None:
+        """requests, tokens: limits per minute; requests below 1 mean one in more than a minute. None: unlimited."""
+        self._limits = requests or _FAR, tokens or _FAR
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._reserved: deque[Reservation] = deque()
+        """Reservations of the last minute and of the future, by time."""
+        self._num_tokens = 0.0
+        """Tokens of all reservations."""
+        self._paused_until_s = -_FAR
+
+    @property
+    def paused_s(self) -> float:
+        """Remaining seconds of a pause."""
+        return max(0.0, self._paused_until_s - self._clock())
+
+    def reserve(self, num_tokens: float) -> Reservation:
+        """Reserve the first time at which a request of so many tokens may be sent, after all earlier reservations."""
+        requests, tokens = self._limits
+        # Below one request per minute, the window is as long as the interval between two requests.
+        window_s = WINDOW_S * max(1.0, 1.0 / requests)
+        with self._lock:
+            now_s = self._clock()
+            last_s = self._reserved[-1].at_s if self._reserved else now_s
+            at_s = max(now_s, last_s, self._paused_until_s)
+            while self._reserved and self._reserved[0].at_s <= now_s - window_s:
+                self._reserved[0].counts = False
+                self._num_tokens -= self._reserved.popleft().num_tokens
+            num_tokens = min(num_tokens, tokens)  # more count as a full minute's tokens
+            # Move the time until enough of the oldest reservations have left the window.
+            count, used = len(self._reserved), self._num_tokens
+            for earlier in self._reserved:
+                is_inside = earlier.at_s > at_s - window_s
+                if is_inside and count + 1 <= max(1.0, requests) and used + num_tokens <= tokens:
+                    break
+                at_s = max(at_s, earlier.at_s + window_s) if is_inside else at_s
+                count, used = count - 1, used - earlier.num_tokens
+            reservation = Reservation(at_s, num_tokens)
+            self._reserved.append(reservation)
+            self._num_tokens += num_tokens
+            return reservation
+
+    def settle(self, reservation: Reservation, num_tokens: float) -> None:
+        """Replace the reserved tokens by the tokens that the request used."""
+        with self._lock:
+            self._num_tokens += (num_tokens - reservation.num_tokens) * reservation.counts
+            reservation.num_tokens = num_tokens
+
+    def pause(self, seconds: float) -> None:
+        """Delay all later reservations, because the service requested a pause."""
+        with self._lock:
+            self._paused_until_s = max(self._paused_until_s, self._clock() + seconds)
 
 
 class RemoteModelError(Exception):
@@ -74,15 +148,7 @@ class RemoteAnswer:
 
 
 class RemoteModel:
-    """One remote model, used on one event loop.
-
-    Example:
-        model = RemoteModel("a-model", config.model.external_model)
-        answer = await model.ask([{"role": "user", "content": "2+2="}], SamplingParams(max_tokens=8), 1)
-        await model.close()
-
-    `failure`: error that makes all requests fail, such as a wrong key; None: none is known.
-    """
+    """One remote model, used on one event loop."""
 
     def __init__(
         self,
@@ -93,15 +159,12 @@ class RemoteModel:
         max_concurrent: int = 64,
         limit: RateLimit | None = None,
     ) -> None:
-        """
-        Args:
-            timeout_s: timeout of one try.
-            max_concurrent: concurrent requests of one work unit.
-            limit: rate limit shared by all requests of this process; None: unlimited.
-        Raises: UserError: see check_service.
+        """timeout_s: timeout of one try; max_concurrent: requests of one work unit; limit: shared by all requests of a
+        process; None: unlimited. Raises: UserError: see check_service.
         """
         check_service(name, service)
         self.failure: UserError | None = None
+        """Error that makes all requests fail, such as a wrong key."""
         self._name = name
         self._max_retries, self._timeout_s = max_retries, timeout_s
         self._limit = limit or RateLimit(clock=time.monotonic)
@@ -152,9 +215,8 @@ class RemoteModel:
         num_chars = len(question if isinstance(question, str) else json.dumps(request["messages"], default=str))
         expected = num_chars / _CHARS_PER_TOKEN + sampling.max_tokens
         try:
-            answer = await self._try_until_answered(
-                partial(endpoint.create, model=self._name, seed=seed, **request), expected
-            )
+            ask = partial(endpoint.create, model=self._name, seed=seed, **request)
+            answer = await self._try_until_answered(ask, expected)
         # All retries are used up, so errors here are final.
         except APIStatusError as error:
             if error.status_code in _REFUSALS:
@@ -223,11 +285,7 @@ class RemoteModel:
 
 
 def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
-    """Return the pause in seconds that a service requests; None: none. now_s: Unix time.
-
-    >>> retry_after_s({"retry-after": "20"}, 0.0)
-    20.0
-    """
+    """Return the pause in seconds that a service requests; None: none. now_s: Unix time."""
     for name, seconds in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         with suppress(KeyError, ValueError):
             pause_s = float(headers[name]) * seconds

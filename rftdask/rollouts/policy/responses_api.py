@@ -109,11 +109,8 @@ def _text(content: Any) -> Any:
     # Only text parts differ in name. Chat completions recognize images by `image_url` and refuse other parts.
     if not isinstance(content, list):
         return content
-    kinds = ("input_text", "output_text")
-    return [
-        {**part, "type": "text"} if isinstance(part, Mapping) and part.get("type") in kinds else part
-        for part in content
-    ]
+    texts = [isinstance(part, Mapping) and part.get("type") in ("input_text", "output_text") for part in content]
+    return [{**part, "type": "text"} if is_text else part for part, is_text in zip(content, texts, strict=True)]
 
 
 def as_answer(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,8 +163,7 @@ def events_of(response: Mapping[str, Any], split: Callable[[str], Sequence[str]]
     for index, item in enumerate(response["output"]):
         at = {"output_index": index, "item_id": item["id"]}
         opened = {**item, "status": "in_progress"} if "status" in item else dict(item)
-        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        opened |= empty
+        opened |= {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield {"type": "response.output_item.added", "output_index": index, "item": opened}
         for number, part in enumerate(item.get("content", ())):
             place = {**at, "content_index": number}

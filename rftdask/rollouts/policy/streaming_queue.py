@@ -41,14 +41,6 @@ class Streaming:
 
 
 class StreamingQueue(RequestQueue):
-    """Queue from the rollouts of one work unit to one engine.
-
-    Example:
-        stream = StreamingQueue(Streaming(client.submit, timeout_s=1800))
-        ...  # each rollout: await stream.generate(key, turn, request)
-        await stream.close()
-    """
-
     def __init__(self, engine: Streaming) -> None:
         super().__init__()
         self._engine = engine
@@ -61,7 +53,6 @@ class StreamingQueue(RequestQueue):
         self._timer: asyncio.TimerHandle | None = None
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
-        """Sent to the engine together with all requests of this pass of the event loop."""
         if self.failure is not None:
             raise self.failure
         loop = asyncio.get_running_loop()
@@ -73,7 +64,6 @@ class StreamingQueue(RequestQueue):
         return await answer
 
     async def close(self) -> None:
-        """Cancel running requests, which removes them from the engine. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         for future in self._running.values():
@@ -137,11 +127,8 @@ class StreamingQueue(RequestQueue):
         if remaining_s > 0:
             self._timer = asyncio.get_running_loop().call_later(remaining_s, self._watch)
         else:
-            silent = (
-                f"{self._engine.name} gave no answer for {self._silent_s:.0f} s, with {len(self._running)} requests "
-                "running"
-            )
-            self._fail(WaitTimeout(silent))
+            silent = f"{self._engine.name} gave no answer for {self._silent_s:.0f} s"
+            self._fail(WaitTimeout(f"{silent}, with {len(self._running)} requests running"))
 
     def _fail(self, error: Exception) -> None:
         # Fail all waiting requests, because none can continue without the engine.

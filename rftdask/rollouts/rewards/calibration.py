@@ -39,9 +39,8 @@ def rlcr_reward(response: str, truth: str, task: Task, weights: Mapping[str, flo
     weights = WEIGHTS if weights is None else weights
     is_number = all(isinstance(weights.get(name), int | float) and math.isfinite(weights[name]) for name in WEIGHTS)
     if set(weights) != set(WEIGHTS) or not is_number:
-        raise ValueError(
-            f"reward_fn_args.weights {dict(weights)} needs a finite number for each of {', '.join(WEIGHTS)}"
-        )
+        names = ", ".join(WEIGHTS)
+        raise ValueError(f"reward_fn_args.weights {dict(weights)} needs a finite number for each of {names}")
     parts = dict.fromkeys(WEIGHTS, 0.0)
     sure = confidence(response)
     if sure is not None:
@@ -67,8 +66,8 @@ def confidence(response: str) -> float | None:
 
 
 def ending_answer(response: str) -> str | None:
-    """The answer in the four parts that end a response; None: it does not end with them in order, or one of their tags
-    is unclosed or nested anywhere.
+    """The answer in the four parts that end a response; None: it does not end with them, or a tag is unclosed or
+    nested.
     """
     tags = list(_TAG.finditer(response))
     opened, closed = tags[::2], tags[1::2]

@@ -2,8 +2,7 @@ r"""Math rewards: find the final answer of a response and compare it with the tr
 
 The final answer is, in this order: the last \boxed{...}; the rest of the line after the last "####"; the text after the
 last "answer is" or "answer:"; the last number. Two answers are equal if their normalized texts are, or if the package
-math-verify finds them equal, so that "x+1" is "1+x". Words around a single number are ignored. math-verify is not used
-for two integers or for words.
+math-verify finds them equal, so that "x+1" is "1+x".
 
 math-verify runs sympy on text of the policy, which may take any time and memory, and can only be interrupted on a main
 thread. Each process therefore has one child for it, which is started on first use, limits the processor time and memory
@@ -39,7 +38,6 @@ _MAX_VERIFIED_LENGTH = 20_000
 """Characters at the end of a response that math-verify reads."""
 _MAX_BOXES = 8
 """Boxes that are tried, from the end, before the search is given up."""
-
 _PHRASE = re.compile(r"\banswer(?: is|:| =)[\s:*]{0,10}([^\n]+)", re.IGNORECASE)
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"(?<![\w.])(?:{_DIGITS})")
@@ -50,7 +48,6 @@ _WORDS = re.compile(r"[A-Za-z]{2,}(?:[ '-]+[A-Za-z]+)*")
 _RATIO = re.compile(r"[-+]?\s*(?:\\frac\{[0-9]+\}\{[0-9]+\}|[0-9]+\s*/\s*[0-9]+)")
 _WORDS_BEFORE = re.compile(r"(?:[A-Za-z ,.:;!?'\"()]*[ (:])?-?")
 _WORDS_AFTER = re.compile(r"(?:[ .,:;!?)][A-Za-z ,.:;!?'\"()]*)?")
-
 _LATEX = (
     (re.compile(r"\\(?:left|right|displaystyle|!|,|;|\(|\)|\[|\])|\^\{?\\circ\}?|\*\*"), ""),
     (re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}"), r" \1"),
@@ -148,8 +145,7 @@ def is_right(response: str, truth: str) -> bool:
 
 def extract_answer(response: str) -> str:
     """Return the final answer of a response; "": none."""
-    marked = _marked_answer(response)
-    if marked is not None:
+    if (marked := _marked_answer(response)) is not None:
         return marked
     last = ""
     for match in _NUMBER.finditer(response):
@@ -159,9 +155,7 @@ def extract_answer(response: str) -> str:
 
 
 def same_answer(answer: str, truth: str) -> bool:
-    """True if two answers are equal as normalized texts or to math-verify, for which it may wait. An empty answer
-    equals nothing.
-    """
+    """True if two answers are equal, for which it may wait for math-verify. An empty answer equals nothing."""
     true_answer = _true_answer(truth)
     left, right = _normalize(answer), _normalize(true_answer)
     if not left or not right:
@@ -174,12 +168,9 @@ def same_answer(answer: str, truth: str) -> bool:
     if _WORDS.fullmatch(left) or _WORDS.fullmatch(right):
         return False
     # Percent signs matter to math-verify; words around a number do not.
-    return bool(
-        is_equal(
-            _boxed(left_number if left_number and "%" not in answer else answer),
-            _boxed(right_number if right_number and "%" not in true_answer else true_answer),
-        )
-    )
+    left = left_number if left_number and "%" not in answer else answer
+    right = right_number if right_number and "%" not in true_answer else true_answer
+    return bool(is_equal(_boxed(left), _boxed(right)))
 
 
 def _true_answer(truth: str) -> str:
@@ -194,14 +185,12 @@ def _boxed(answer: str) -> str:
 
 def _marked_answer(response: str) -> str | None:
     """Return the answer that the response marks as final; None: none."""
-    boxed = _last_boxed(response)
-    if boxed is not None:
+    if (boxed := _last_boxed(response)) is not None:
         return boxed
     _, mark, rest = response.rpartition("####")
     if mark and rest.strip():
         return rest.lstrip().split("\n", 1)[0].strip()
-    phrases = _PHRASE.findall(response)
-    if phrases:
+    if phrases := _PHRASE.findall(response):
         return re.split(r"\.(?:\s|$)", phrases[-1][:_MAX_LENGTH], maxsplit=1)[0].strip()
     return None
 
@@ -213,8 +202,7 @@ def _last_boxed(text: str) -> str | None:
         start = text.rfind("\\boxed{", 0, end)
         if start < 0:
             return None
-        depth = 0
-        body = start + len("\\boxed{")
+        depth, body = 0, start + len("\\boxed{")
         # Nested braces, as in \frac{1}{2}, are beyond a regular expression.
         for position, character in enumerate(text[body : body + _MAX_LENGTH], start=body):
             depth += (character == "{") - (character == "}")
@@ -232,10 +220,8 @@ def _normalize(text: str) -> str:
 
 
 def _single_number(text: str) -> str | None:
-    """The number in a normalized answer of one number and words, without commas; None: several numbers or other text.
-
-    It is 18 in "18 dollars" and "She earns 18 a day", and None in "2x", "3 or 4" and "2^3".
-    """
+    # The number in a normalized answer of one number and words, without commas: 18 in "She earns 18 a day", and None in
+    # "2x", "3 or 4" and "2^3".
     text = text.rpartition("=")[2].strip()
     if _SIGNED.fullmatch(text):
         return text.replace(",", "")
@@ -268,11 +254,8 @@ class _Verifier:
         self._inherited: Child | None = None
 
     def is_equal(self, answer: str, truth: str) -> bool | None:
-        """True if math-verify finds the same mathematics in both texts. Mathematics is LaTeX in a \\boxed{} or between
-        dollars, or plain numbers.
-
-        Returns: None if the truth has no mathematics. False, with a logged warning, if the comparison exceeds its
-            limits.
+        """True if math-verify finds the same mathematics in both texts: LaTeX in a \\boxed{} or between dollars, or
+        plain numbers. None: the truth has none. False, with a logged warning, if the comparison exceeds its limits.
         """
         with self._lock:
             # Twice, because a child may have died for another reason, such as the end of its session.
@@ -299,8 +282,7 @@ class _Verifier:
             self._child = None
 
     def forget(self) -> None:
-        """Drop the child in a fork: it and its running comparison belong to the parent process."""
-        # A reference is kept, because the child's finalizer would remove its folder.
+        """Drop the child in a fork, as it belongs to the parent process. Its finalizer would remove its folder."""
         self._inherited, self._child, self._lock = self._child, None, threading.Lock()
 
 

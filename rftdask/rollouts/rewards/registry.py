@@ -48,9 +48,7 @@ def reward(
 
 
 def get_reward(name: str) -> RewardFn:
-    """Find a reward function by registered name or dotted path. Raises: UserError: it does not exist, or does not take
-    (response, truth, task).
-    """
+    """Find a reward function by registered name or dotted path. Raises: UserError: it does not exist or fit."""
     function = _find_reward(name)
     if not callable(function):
         raise UserError(f"reward function {name!r} is a {type(function).__name__}, not a function")
@@ -63,9 +61,7 @@ def compute_reward(
 ) -> Reward:
     """Score `response` with the task's reward function, and block until the reward is known.
 
-    Args:
-        default: reward function of tasks that name none.
-        defaults: default arguments of that function.
+    Args: default: reward function of tasks that name none; defaults: default arguments of that function.
     Raises: ValueError: the function needs the number of tokens, but `response` is only text; its own errors.
     """
     value = _call_reward(task, response, default, defaults)
@@ -94,7 +90,7 @@ async def _wait_for(value: Awaitable[Any]) -> Any:
 
 
 def _call_reward(task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None) -> Any:
-    """Call the reward function as `compute_reward` does; return its value, or its coroutine."""
+    # The value of the reward function, or its coroutine.
     name = task.reward_fn or default
     function = _find_reward(name)
     # `defaults` belong to the workflow's default function; another function may not accept them.

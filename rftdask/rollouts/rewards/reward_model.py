@@ -50,13 +50,11 @@ def _load(model_path: str, device: str) -> tuple[Any, Any]:
 
     source = local_model(model_path)
     try:
-        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            source, dtype="float32", output_loading_info=True
-        )
+        kind: Any = AutoModelForSequenceClassification
+        model, report = kind.from_pretrained(source, dtype="float32", output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"reward_model: model_path {model_path} cannot be loaded: {error}") from error
-    model, report = loaded
     if report["missing_keys"] or model.config.num_labels != 1:
         raise DataError(
             f"reward_model: model_path {model_path} is not a reward model (num_labels {model.config.num_labels}, "

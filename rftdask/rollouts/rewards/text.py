@@ -36,9 +36,7 @@ def follows_format(response: str) -> bool:
     """Return True if a thought is followed by one answer, which ends the response."""
     _, opened, rest = response.partition("<think>")
     _, closed, rest = rest.partition("</think>")
-    if not (opened and closed):
-        return False
-    rest = rest.strip()
+    rest = rest.strip() if opened and closed else ""
     return rest.startswith("<answer>") and rest.endswith("</answer>") and rest.count("</answer>") == 1
 
 
@@ -87,10 +85,8 @@ def _puzzle(truth: str, task: Task) -> tuple[int, list[int]]:
         if isinstance(source, Mapping) and "target" in source and ("numbers" in source or "nums" in source):
             numbers = source["numbers"] if "numbers" in source else source["nums"]
             return int(source["target"]), [int(number) for number in numbers]
-    raise ValueError(
-        f"task {task.group_id} is not a countdown puzzle: neither its truth nor its row has target and numbers "
-        f"(columns: {', '.join(task.row) or 'none'})"
-    )
+    columns, text = ", ".join(task.row) or "none", "neither its truth nor its row has target and numbers"
+    raise ValueError(f"task {task.group_id} is not a countdown puzzle: {text} (columns: {columns})")
 
 
 @reward(
@@ -106,9 +102,8 @@ def reasoning_gym_reward(response: str, truth: str, task: Task) -> Reward:
     """
     metadata = task.row.get("metadata")
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
-        raise ValueError(
-            f"task {task.group_id} is not from reasoning-gym: its row has no metadata with a source_dataset"
-        )
+        text = "its row has no metadata with a source_dataset"
+        raise ValueError(f"task {task.group_id} is not from reasoning-gym: {text}")
     answer = last_answer(response)
     scorer = _scorer(metadata["source_dataset"])
     score = float(scorer.score_answer(answer=response.strip() if answer is None else answer, entry=dict(task.row)))
@@ -118,8 +113,7 @@ def reasoning_gym_reward(response: str, truth: str, task: Task) -> Reward:
 @cache  # about a hundred generators exist
 def _scorer(name: str) -> Any:
     # Late: optional, and its import takes 2 s. By name, so that type checks do not depend on it.
-    reasoning_gym = importlib.import_module("reasoning_gym")
-    return reasoning_gym.create_dataset(name, size=1, seed=0)
+    return importlib.import_module("reasoning_gym").create_dataset(name, size=1, seed=0)
 
 
 @reward("tool_call_reward")
@@ -142,7 +136,7 @@ def tool_call_reward(response: str, truth: str, task: Task) -> Reward:
 
 
 def _response_calls(response: str) -> list[tuple[str, str]] | None:
-    """Return the calls of a response; None: it does not have the required form."""
+    # None: the response does not have the required form.
     if response.count("<think>") != 1 or response.count("</think>") != 1:
         return None
     calls, thought = response.find(_OPEN), response.find("</think>")

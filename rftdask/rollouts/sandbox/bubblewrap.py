@@ -1,7 +1,6 @@
 """Command line of bubblewrap, under which sandboxes cannot change the machine, and a check whether it works.
 
-`bwrap` runs the fork server, so all forks of a worker share one sandbox with a separate /tmp and process table. This
-module does not know messages or attempts.
+`bwrap` runs the fork server, so all forks of a worker share one sandbox with a separate /tmp and process table.
 """
 
 from __future__ import annotations
@@ -27,15 +26,11 @@ def bwrap_command(read: Iterable[str], *, network: bool) -> list[str]:
     """
     program = shutil.which("bwrap")
     if program is None:
-        raise NotInstalledError(
-            f"{_KEY}: bwrap is not installed; install the package bubblewrap (apt, dnf), or remove the key"
-        )
+        advice = "install the package bubblewrap (apt, dnf), or remove the key"
+        raise NotInstalledError(f"{_KEY}: bwrap is not installed; {advice}")
     # Both the given and the resolved path, because environments contain many links.
-    needed = {
-        path
-        for name in (*read, sys.prefix, sys.base_prefix)
-        for path in (os.path.abspath(name), os.path.realpath(name))
-    }
+    names = (*read, sys.prefix, sys.base_prefix)
+    needed = {*map(os.path.abspath, names), *map(os.path.realpath, names)}
     # Bind the needed paths of /tmp again, which is replaced by an empty one.
     hidden = sorted(path for path in needed if path.startswith("/tmp/") and os.path.exists(path))
     return [

@@ -1,11 +1,10 @@
 """The fork server, a process that only forks, and the code of its forks. pool.py is the worker's side.
 
-The fork server imports the plug-ins once, has one thread, and forks a process for each attempt. So an attempt starts in
-milliseconds with everything imported, and its memory, working directory, environment, threads and child processes are
-private. A fork leads a process group, which the fork server kills as a whole even if the leader has ended. Descendants
-that left the group by setsid are adopted by their fork, which is their subreaper, or by the fork server when the fork
-has ended, which then kills them. All of them end with the fork server, which ends with the worker. Its parent, a guard
-that never runs code of a plug-in, ensures this.
+The fork server imports the plug-ins once, has one thread, and forks a process for each attempt, which starts in
+milliseconds with everything imported. A fork leads a process group, which the fork server kills as a whole even if the
+leader has ended. Descendants that left the group by setsid are adopted by their fork, which is their subreaper, or by
+the fork server when the fork has ended, which then kills them. All of them end with the fork server, which ends with
+the worker. Its parent, a guard that never runs code of a plug-in, ensures this.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ def _guard(server: int, control_fd: int) -> None:
         state = os.waitid(os.P_PID, server, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if state is not None and state.si_code != os.CLD_STOPPED:
             break
-        # Three events end the wait: the server has ended (above), it is stopped, or the worker has closed its end of
-        # the socket. The last two have a grace period, in which a stopped server may continue.
+        # A server that is stopped, or whose worker has closed its end of the socket, has a grace period.
         if state is None and not worker.poll(0):
             deadline = math.inf
         elif deadline == math.inf:
@@ -123,7 +121,6 @@ def _serve(control_fd: int) -> None:
 
 
 def _uses_openai(workflow: str) -> bool:
-    """True if the source of a workflow's module contains `openai_client`."""
     module = sys.modules.get(find_workflow(workflow).module)
     with contextlib.suppress(OSError, TypeError):
         return module is not None and "openai_client" in inspect.getsource(module)
@@ -131,11 +128,8 @@ def _uses_openai(workflow: str) -> bool:
 
 
 class _ForkServer:
-    """Loop of the fork server: it forks, kills, and reports forks that have ended."""
-
     def __init__(self, control: socket.socket, spec: messages.SandboxSpec) -> None:
-        self._pid = os.getpid()
-        self._control = control
+        self._pid, self._control = os.getpid(), control
         self._max_memory_bytes = spec.max_memory_bytes
         self._has_folders = spec.bubblewrap
         self._inherited_bytes = _resident_bytes("self")
@@ -144,7 +138,7 @@ class _ForkServer:
         self._wake, self._woken = socket.socketpair()
 
     def run(self) -> None:
-        """Serve the worker until it is gone. The guard then kills the remaining processes."""
+        """Fork, kill, and report forks that have ended, until the worker is gone."""
         for end in (self._wake, self._woken):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -224,13 +218,13 @@ class _ForkServer:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     def _check_memory(self) -> None:
-        # Kill the forks that exceed the memory limit together with their child processes.
+        # Kill the forks that exceed the limit together with their child processes. RLIMIT_AS limits a single process.
         if self._max_memory_bytes is None:
             return
         allowed = self._max_memory_bytes + self._inherited_bytes
         for pid in self._living:
             tree = _tree(pid)
-            # RLIMIT_AS limits a single process. Counting shared pages once is slow, so check an upper bound first.
+            # Counting shared pages once is slow, so check an upper bound first.
             if len(tree) == 1 or sum(map(_resident_bytes, tree)) <= allowed:
                 continue
             if (used := sum(map(_share_bytes, tree))) > allowed:
@@ -304,8 +298,8 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-class _Attempt:
-    """One attempt in a fork, on its own event loop. The worker kills the fork afterwards."""
+class _Attempt(ForwardingPolicy):
+    """One attempt in a fork, on its own event loop, and its model handle."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
@@ -316,24 +310,23 @@ class _Attempt:
 
     async def run(self) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=self._stream)
-        self.send(messages.Hello(os.getpid()))
+        self._send(messages.Hello(os.getpid()))
         run = await self._receive()
         assert isinstance(run, messages.Run), "the worker sends Run first"
+        super().__init__(run.auxiliary)
         # Concurrently with the attempt, which may have several calls in progress.
         pump = asyncio.create_task(self._pump())
         outcome = await self._attempt(run)
         with contextlib.suppress(Exception):  # a workflow may have closed it
             sys.stdout.flush()
-        # The worker kills this process when it has received this message.
-        self.send(outcome)
-        await pump  # until this process is killed
+        self._send(outcome)
+        await pump  # until the worker kills this process, as it has the outcome
 
     async def _attempt(self, run: messages.Run) -> messages.Finished | messages.Failed:
         task = pickle.loads(run.task)  # from the worker, which is trusted
-        handle = _RemoteModel(self, run.auxiliary)
         try:
-            result = await find_workflow(run.workflow).run(task, handle)
-            outcome = messages.Finished(as_reward(result), handle.times)
+            result = await find_workflow(run.workflow).run(task, self)
+            outcome = messages.Finished(as_reward(result), self.times)
             try:
                 _packed(outcome)  # an error here is still a failure of this attempt
             except ValueError as error:
@@ -348,7 +341,6 @@ class _Attempt:
             return messages.Failed(type(error).__name__, str(error)[:_MAX_TRACEBACK], lines)
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        """Call a model, through the worker; see ForwardingPolicy.ask."""
         self._num_calls += 1
         number = self._num_calls
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -356,15 +348,18 @@ class _Attempt:
         if (on_text := plain.pop("on_text", None)) is not None:
             self._receivers[number] = on_text
         try:
-            self.send(messages.Ask(number, name, method, plain, on_text is not None))
+            self._send(messages.Ask(number, name, method, plain, on_text is not None))
             await self._writer.drain()
             return await answer
         finally:
             del self._answers[number]
             self._receivers.pop(number, None)
 
-    def send(self, message: messages.FromFork) -> None:
-        """Raises: ValueError: as `_packed`."""
+    def set_state(self, **values: Any) -> None:
+        super().set_state(**values)
+        self._send(messages.SetState(values))
+
+    def _send(self, message: messages.FromFork) -> None:
         body = _packed(message)
         self._writer.write(messages.LENGTH.pack(len(body)) + body)
 
@@ -394,24 +389,8 @@ class _Attempt:
                 waiting.set_result(message.response or message.openai or message.logprobs)
 
 
-class _RemoteModel(ForwardingPolicy):
-    """Model handle of one attempt in a fork."""
-
-    def __init__(self, attempt: _Attempt, auxiliary_names: tuple[str, ...]) -> None:
-        super().__init__(auxiliary_names)
-        self._attempt = attempt
-
-    async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        return await self._attempt.ask(name, method, arguments)
-
-    def set_state(self, **values: Any) -> None:
-        super().set_state(**values)
-        self._attempt.send(messages.SetState(values))
-
-
 def _packed(message: messages.FromFork) -> bytes:
     """Encode a message. Raises: ValueError: longer than MAX_FRAME_BYTES, or values that are not plain data."""
-
     try:
         body: bytes = msgpack.packb(messages.FROM_FORK.encode(message))
     except (AttributeError, TypeError, OverflowError, RecursionError) as error:

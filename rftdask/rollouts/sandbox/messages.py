@@ -179,7 +179,7 @@ def read_reward(fields: Any) -> Reward:
 
 
 def _as_plain(value: Any) -> Any:
-    """Convert a number to a float, and any other object to its repr, which the check of the reward quotes."""
+    # Other objects become their repr, which the check of the reward quotes.
     if isinstance(value, numbers.Real):
         return float(value)
     with contextlib.suppress(Exception):

@@ -2,13 +2,7 @@
 
 A workflow that hangs, blocks, crashes, exhausts memory or prints without end is killed with all its child processes,
 and its attempt ends with a typed error; the event loop never waits for it. A process runs one attempt and is then
-killed, so that no attempt inherits the working directory, the environment or the globals of another. This module does
-not know engines or retries.
-
-    fork_server = ForkServer(SandboxSpec(...))      one for many work units; it forks (child.py)
-    pool = SandboxPool(fork_server)                 one per work unit
-    reward = await pool.attempt("my_module.my_workflow", task, model)    cancellation kills the process
-    await pool.close()
+killed, so that no attempt inherits the state of another. A `ForkServer` serves many work units, a `SandboxPool` one.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 
@@ -74,7 +68,7 @@ class ForkServer:
     """Process that imports the plug-ins once and forks a process for each attempt; see child.py."""
 
     def __init__(self, spec: messages.SandboxSpec, *, logs_failures: bool = True) -> None:
-        """Waits for the imports of the plug-ins. logs_failures: False: the caller reports errors of workflows.
+        """Waits for the imports. logs_failures: False: the caller reports errors of workflows.
 
         Raises: UserError: an import failed, or bwrap is not installed; RoleError: the process died.
         """
@@ -150,12 +144,9 @@ class ForkServer:
         return self._process.poll() is None
 
     def take(self) -> tuple[socket.socket, int]:
-        """Take a fork. Returns: its stream and its output pipe. A spare fork is started ahead for the next call.
-
-        Raises: SandboxLostError: the fork server is dead.
-        """
-        taken = self._spare or self._fork()
-        self._spare = None
+        """Take a fork. Returns: its stream and its output pipe. Raises: SandboxLostError: the fork server is dead."""
+        # A spare fork is started ahead for the next call.
+        taken, self._spare = self._spare or self._fork(), None
         with contextlib.suppress(SandboxLostError):  # the next call raises it
             self._spare = self._fork()
         return taken
@@ -202,7 +193,7 @@ class ForkServer:
                     self.taken[event.pid] = event
 
     def end(self) -> None:
-        """Kill it and all forks, so that `close` is quick."""
+        """Kill it and all forks."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # a group: bwrap is two processes
         self._process.wait()
@@ -268,8 +259,7 @@ class SandboxPool:
         if isinstance(outcome, messages.Finished):
             for name, time_s in outcome.times.items():
                 model.times[name] = model.times.get(name, 0.0) + time_s
-            reward: Reward = outcome.reward
-            return reward
+            return cast(Reward, outcome.reward)
         if outcome.error == PromptTooLongError.__name__:
             raise PromptTooLongError(outcome.text)
         where = ""
@@ -305,24 +295,17 @@ class _Process:
     def __init__(
         self, fork_server: ForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, output_fd: int
     ) -> None:
-        self._fork_server = fork_server
-        self._reader = reader
-        self._writer = writer
-        self._output_fd = output_fd
+        self._fork_server, self._reader, self._writer, self._output_fd = fork_server, reader, writer, output_fd
         self._loop = asyncio.get_running_loop()
-        self._pid = 0
-        self._num_received = 0
-        self._num_printed = 0
-        self._tail = b""
-        self._reason = ""
+        self._pid = self._num_received = self._num_printed = 0
+        self._tail, self._reason = b"", ""
         os.set_blocking(output_fd, False)
         # Read continuously: a process that prints into a full pipe would stop.
         self._loop.add_reader(output_fd, self._read_output)
 
     @classmethod
     async def start(cls, fork_server: ForkServer) -> _Process:
-        """Take a fork and wait until it has begun. Raises: SandboxError; SandboxLostError: the fork server is dead, or
-        was ended because the fork did not begin in time."""
+        """Take a fork and wait until it has begun. Raises: SandboxError; SandboxLostError: the fork server ended."""
         near, output = fork_server.take()
         try:
             # The streams own the socket, even after an error; close only the pipe.
@@ -382,22 +365,18 @@ class _Process:
         except Exception as error:  # for the workflow to handle; the runner detects failures of the engine
             # By name, because exceptions cannot be sent, and the fork may not know the class.
             self._send(messages.Answer(question.number, error=type(error).__name__, text=str(error)))
-        else:
-            if isinstance(value, Response):
-                self._send(messages.Answer(question.number, value))
-            elif isinstance(value, OpenAIAnswer):
-                self._send(messages.Answer(question.number, openai=value))
-            else:
-                self._send(messages.Answer(question.number, logprobs=tuple(value)))
+            return
+        kind = (
+            "response" if isinstance(value, Response) else "openai" if isinstance(value, OpenAIAnswer) else "logprobs"
+        )
+        self._send(messages.Answer(question.number, **{kind: value}))
 
     def _send(self, message: messages.ToFork) -> None:
         body = msgpack.packb(messages.TO_FORK.encode(message))
         self._writer.write(messages.LENGTH.pack(len(body)) + body)
 
     async def _receive(self) -> messages.FromFork:
-        """Next message of the fork. Raises: SandboxError: it died, or sent too much; ValueError, TypeError: not a
-        message.
-        """
+        """Raises: SandboxError: the fork died, or sent too much; ValueError, TypeError: it sent no message."""
         try:
             size = messages.LENGTH.unpack(await self._reader.readexactly(messages.LENGTH.size))[0]
             # Check the length before memory is allocated for the body.

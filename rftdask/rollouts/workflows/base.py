@@ -9,9 +9,8 @@ A workflow is an async function, or an object with an async `run`:
 
 Every call of `model.chat` or `model.generate` is recorded with its exact tokens. Consecutive calls that continue each
 other become one experience; all experiences get the workflow's reward. A workflow with an environment also reports the
-state and reward of each call: see `Reward.steps` and the example `grid.py`. Engines, storage, groups and retries are
-hidden from workflows. Plug-in workflows run in their own processes (see sandbox/), where they may block and may be
-plain functions. A workflow declared `in_process` shares the event loop with all others, so it must not block.
+state and reward of each call: see `Reward.steps` and the example `grid.py`. Plug-in workflows run in their own
+processes, where they may block and may be plain functions. A workflow declared `in_process` must not block.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Reward:
-    """Reward of a rollout.
-
-    Example of an environment: Reward(1.0, steps=(Step("at 0,0", 0.0), Step("at 0,1", 1.0)))
-    """
+    """Reward of a rollout, such as Reward(1.0, steps=(Step("at 0,0", 0.0), Step("at 0,1", 1.0)))."""
 
     value: float
     """Reward of the whole rollout. The difference to the sum of the steps' rewards is added to the last step."""
@@ -110,8 +106,6 @@ class PromptTooLongError(ValueError):
 
 WorkflowFn = Callable[[Task, PolicyModel], Awaitable["float | Reward | Sequence[Step]"]]
 """(task, model) -> reward. A list of steps means one per call of the policy, with their sum as the rollout's reward."""
-
-
 GroupReward = Callable[[Task, Sequence[str], PolicyModel], Awaitable[Sequence[Reward]]]
 """(task, texts of the successful rollouts, model) -> their rewards in the same order, which replace their own; metrics
 are added. The policy cannot be called, because the call would belong to no rollout. An error fails all of the rollouts.

@@ -15,8 +15,6 @@ ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Observation:
-    """Input of the policy in one turn."""
-
     text: str
     state: str
     """Name of the environment's state; equal states have equal names."""
@@ -27,8 +25,6 @@ class Observation:
 
 @dataclass(frozen=True)
 class Episode:
-    """A played episode."""
-
     steps: tuple[Step, ...]
     is_over: bool
     """False: it was cut after the last turn."""
@@ -59,8 +55,6 @@ async def play(
 
     Args:
         act: plays a reply and returns the next observation; None: the reply names no action, so nothing changes.
-        rules: system prompt; "": none.
-        invalid_reward: reward of a reply without an action.
         history: True: the episode is one chat; False: each turn shows only the current observation.
     """
     system = [{"role": "system", "content": rules}] if rules else []

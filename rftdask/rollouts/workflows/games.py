@@ -114,15 +114,8 @@ async def _play(arguments: Mapping[str, Any], task: Task, model: PolicyModel) ->
         return observe(state, float(reward), terminated or truncated)
 
     try:
-        episode = await play(
-            model,
-            observe(game.reset(seed=seed_of(task))[0]),
-            act,
-            rules=options["rules"],
-            max_turns=options["max_turns"],
-            invalid_reward=float(options["invalid_reward"]),
-            history=options["history"],
-        )
+        first, settings = game.reset(seed=seed_of(task))[0], ("rules", "max_turns", "invalid_reward", "history")
+        episode = await play(model, observe(first), act, **{name: options[name] for name in settings})
     finally:
         game.close()
     total = episode.total

@@ -95,19 +95,13 @@ async def rubric_judge_openai_workflow(task: Task, model: PolicyModel) -> Reward
     Raises: ValueError: no judge, no rubric, or no rating.
     Source: arXiv:2507.17746 (RaR-Implicit).
     """
-    options: dict[str, Any] = {
-        "judge_model_name": "",
-        "judge_api_base_url_env": "OPENAI_BASE_URL",
-        "judge_api_key_env": "OPENAI_API_KEY",
-        "judge_timeout_s": 120.0,
-        **task.workflow_args,
-    }
+    options: dict[str, Any] = {"judge_model_name": "", "judge_timeout_s": 120.0}
+    options |= {"judge_api_base_url_env": "OPENAI_BASE_URL", "judge_api_key_env": "OPENAI_API_KEY"}
+    options |= task.workflow_args
     base_url = os.environ.get(options["judge_api_base_url_env"], "")
     if not options["judge_model_name"] or not base_url:
-        raise ValueError(
-            f"set workflow_args.judge_model_name, and the environment variable {options['judge_api_base_url_env']} "
-            "(judge_api_base_url_env) to the judge's address"
-        )
+        variable = f"the environment variable {options['judge_api_base_url_env']} (judge_api_base_url_env)"
+        raise ValueError(f"set workflow_args.judge_model_name, and {variable} to the judge's address")
     rubric = read_rubric(options.get("rubric") or task.row.get("rubric") or (), task)
     answer = (await ask(task, model)).text
     listed = "\n".join(f"- {text} (weight {weight:g})" for text, weight in rubric)

@@ -68,20 +68,16 @@ class _Options:
             raise UserError(f"openenv_workflow: unknown workflow_args {', '.join(unknown)}; use {sorted(known)}")
         options = cls(**task.workflow_args)
         if urlsplit(options.base_url).scheme not in ("http", "https", "ws", "wss"):
-            raise UserError(
-                f"openenv_workflow: workflow_args.base_url is {options.base_url!r}; give the address of the server, "
-                "such as http://localhost:8000"
-            )
+            advice = "give the address of the server, such as http://localhost:8000"
+            raise UserError(f"openenv_workflow: workflow_args.base_url is {options.base_url!r}; {advice}")
         if options.action not in ("text", "json", "number") or (options.action == "number") != bool(options.actions):
-            raise UserError(
-                f"openenv_workflow: workflow_args.action is {options.action!r} with {len(options.actions)} actions; "
-                "use text, json, or number with the words of the actions"
-            )
+            given = f"{options.action!r} with {len(options.actions)} actions"
+            advice = "use text, json, or number with the words of the actions"
+            raise UserError(f"openenv_workflow: workflow_args.action is {given}; {advice}")
         return options
 
     @property
     def socket_url(self) -> str:
-        """Address of the WebSocket."""
         scheme, _, rest = self.base_url.partition("://")
         return f"{ {'http': 'ws', 'https': 'wss'}.get(scheme, scheme) }://{rest.rstrip('/')}/ws"
 
@@ -127,10 +123,8 @@ async def openenv_workflow(task: Task, model: PolicyModel) -> Reward:
 
 
 class _Session:
-    """One environment on a server."""
-
     first: Mapping[str, Any]
-    """Answer to its reset."""
+    """Answer to the reset of its environment."""
 
     def __init__(self, socket: Any, options: _Options) -> None:
         self._socket, self._url, self._timeout_s = socket, mask(options.socket_url), options.timeout_s
@@ -166,7 +160,7 @@ class _Session:
 
 
 async def _begin(options: _Options, reset: Mapping[str, Any], model: PolicyModel) -> _Session:
-    """Wait until the server has a free session, and reset its environment."""
+    # Wait until the server has a free session, and reset its environment.
     client = importlib.import_module("websockets.asyncio.client")  # by name, because it is optional
     refused = importlib.import_module("websockets.exceptions").WebSocketException
     until, pause_s = time.monotonic() + options.wait_s, _PAUSE_S

@@ -24,8 +24,6 @@ _Workflow = TypeVar("_Workflow")
 
 @dataclass(frozen=True)
 class FoundWorkflow:
-    """A workflow and how to run it."""
-
     run: WorkflowFn
     in_process: bool
     """True: it runs on the shared event loop. False: in a sandbox."""
@@ -60,24 +58,16 @@ def workflow(
     """
 
     def decorate(plugin: _Workflow) -> _Workflow:
-        register(
-            "workflow",
-            registered_workflows(),
-            name,
-            plugin,
-            in_process=in_process,
-            max_concurrent=max_concurrent,
-            requires=requires,
-            group_reward=group_reward,
-        )
+        options = {"max_concurrent": max_concurrent, "requires": requires, "group_reward": group_reward}
+        register("workflow", registered_workflows(), name, plugin, in_process=in_process, **options)
         return plugin
 
     return decorate
 
 
 def find_workflow(name: str) -> FoundWorkflow:
-    """Find a workflow by registered name or dotted path. A class is instantiated without arguments for each rollout. A
-    function that is not async runs in a thread of its sandbox with `model.blocking()`.
+    """Find a workflow by registered name or dotted path. A class is instantiated for each rollout. A function that is
+    not async runs in a thread of its sandbox with `model.blocking()`.
 
     Raises: UserError: it does not exist, has no `run`, does not take (task, model), or is in_process and not async.
     """

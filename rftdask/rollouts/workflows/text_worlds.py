@@ -118,10 +118,8 @@ def find_games(folder: str) -> list[str]:
     """Return the paths of the games below a folder, sorted. Raises: UserError: there are none."""
     games = sorted(map(str, Path(folder).expanduser().rglob("game.tw-pddl")))
     if not games:
-        raise UserError(
-            f"alfworld_workflow: no game.tw-pddl below workflow_args.games {folder}; run alfworld-download, or give "
-            "the folder that it printed"
-        )
+        advice = "run alfworld-download, or give the folder that it printed"
+        raise UserError(f"alfworld_workflow: no game.tw-pddl below workflow_args.games {folder}; {advice}")
     return games
 
 

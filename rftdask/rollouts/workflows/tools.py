@@ -32,8 +32,6 @@ TOOLS_SYSTEM_PROMPT = (
     '<tool_call>{"name": "calculator", "arguments": {"expression": "(1+2)*3"}}</tool_call>\n'
     "and will be told its result. Answer without a call when you know the answer, and put it within \\boxed{}."
 )
-
-
 TOOL_CALLS_PROMPT = (
     "# Tool\n\n<tools>\n{tools}\n</tools>\n\nFirst think, within <think> </think>. Then write the calls that the "
     "question needs, as one JSON list within <tool_call> </tool_call>, such as\n"
@@ -76,11 +74,9 @@ async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     if "from" not in message:
         return dict(message)
-    value = message["value"]
-    return {
-        "role": _ROLES.get(message["from"], message["from"]),
-        "content": value if isinstance(value, str) else json.dumps(value),
-    }
+    value, speaker = message["value"], message["from"]
+    content = value if isinstance(value, str) else json.dumps(value)
+    return {"role": _ROLES.get(speaker, speaker), "content": content}
 
 
 @workflow("calculator_workflow")

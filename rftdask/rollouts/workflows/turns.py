@@ -102,12 +102,8 @@ def propagate_rewards(rewards: Sequence[float], propagation: Propagation, gamma:
     """
     if not rewards:
         raise ValueError("a rollout without a step has no reward")
-    if propagation == "mean":
-        return sum(rewards) / len(rewards)
-    if propagation == "last":
-        return rewards[-1]
-    if propagation == "max":
-        return max(rewards)
     if propagation == "discounted":
         return sum(gamma**t * reward for t, reward in enumerate(rewards))
-    return sum(rewards)
+    if propagation == "mean":
+        return sum(rewards) / len(rewards)
+    return {"last": rewards[-1], "max": max(rewards)}.get(propagation, sum(rewards))

@@ -49,9 +49,8 @@ async def verifiers_workflow(task: Task, model: PolicyModel) -> Reward:
     os.environ[_KEY_VARIABLE] = policy.api_key  # this process runs only this attempt
     async with environment.serving():
         client = vf.EvalClientConfig(base_url=str(policy.base_url), api_key_var=_KEY_VARIABLE)
-        episode = await environment.run_slot(
-            environment.slots(env_task)[0], vf.ModelContext(model="policy", client=client)
-        )
+        context = vf.ModelContext(model="policy", client=client)
+        episode = await environment.run_slot(environment.slots(env_task)[0], context)
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         text = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no reason given"

@@ -13,7 +13,7 @@ from rftdask.config import Config, load_config
 from rftdask.errors import ProcessLostError, RoleError, UserError, WaitTimeout
 from rftdask.explorer import auxiliary_pool
 from rftdask.explorer.auxiliary_pool import MAX_FAILURES, AuxiliaryPool, choose_model
-from rftdask.rollouts.auxiliary_task import SERVING_TOPIC, AuxiliaryTask
+from rftdask.rollouts.auxiliary_models import SERVING_TOPIC, AuxiliaryTask
 from rftdask.storage.memory import MemoryStorage
 
 

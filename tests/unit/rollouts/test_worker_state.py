@@ -165,7 +165,7 @@ def test_auxiliary_engines_ended_by_another_unit_are_restarted(storage: Storage)
         finally:
             ended.set()
         ending.result(60)
-    [(engine, _)] = cache.start_auxiliary(1).values()
+    [engine] = cache.start_auxiliary(1).values()
     assert engine.alive()
     cache.drop_auxiliary()
 

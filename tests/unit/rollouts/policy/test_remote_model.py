@@ -14,8 +14,8 @@ from rftdask.config.schema.model import ExternalModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
-from rftdask.rollouts.policy import rate_limit, remote_model
-from rftdask.rollouts.policy.rate_limit import RateLimit
+from rftdask.rollouts.policy import remote_model
+from rftdask.rollouts.policy.remote_model import RateLimit
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
@@ -100,7 +100,7 @@ def test_pause_headers_have_three_forms() -> None:
 
 
 def test_requests_follow_the_rate_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_limit, "WINDOW_S", 0.5)
+    monkeypatch.setattr(remote_model, "WINDOW_S", 0.5)
 
     async def ask(limit: RateLimit) -> float:
         remote, began_s = model(server, monkeypatch, limit=limit), time.monotonic()

@@ -16,9 +16,8 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.engines.server import Scored
 from rftdask.errors import ProcessLostError, RoleError, StorageError
-from rftdask.rollouts import auxiliary_client
-from rftdask.rollouts.auxiliary_client import AUXILIARY_RESOURCE, SharedEngine
-from rftdask.rollouts.auxiliary_task import ModelServer
+from rftdask.rollouts import auxiliary_models
+from rftdask.rollouts.auxiliary_models import AUXILIARY_RESOURCE, ModelServer, SharedEngine
 from rftdask.storage.memory import MemoryStorage
 from rftdask.synchronizer.published import Published
 
@@ -139,7 +138,7 @@ def test_requests_of_a_lost_worker_go_to_another(judges: Judges) -> None:
 
 
 def test_a_request_that_loses_several_workers_fails(judges: Judges, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auxiliary_client, "_POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(auxiliary_models, "_POLL_INTERVAL_S", 0.05)
     for engine in judges.engines:
         engine.is_dead = True
     [future] = judges.ask().submit([request(1)])

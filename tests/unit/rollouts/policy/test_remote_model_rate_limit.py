@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.rollouts.policy.rate_limit import WINDOW_S, RateLimit
+from rftdask.rollouts.policy.remote_model import WINDOW_S, RateLimit
 
 
 class Clock:

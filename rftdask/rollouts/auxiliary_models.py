@@ -1,13 +1,11 @@
-"""Client of an auxiliary model on separate workers, for the rollouts of explorer workers.
+"""Auxiliary models on separate workers: the task that serves one, and its client in explorer workers.
 
     explorer worker: SharedEngine.submit --RemoteEngine--> ModelServer of another worker --> its EngineClient
 
-Requests and responses contain tokens. The client has the tokenizer, the templates and the seeds, so a response is the
-same as that of an engine in the explorer worker. The client gets the addresses of workers from the scheduler, and asks
-the workers which model they serve (auxiliary_task.py). See `engines.remote` for the connection.
-
-Invariants: a request to a lost worker goes to another; a request that has lost several workers fails, since it may be
-what crashes them; every wait has a deadline, and its error names the model.
+The driver submits a task to every worker of auxiliary models (auxiliary_pool.py). Its weights do not change. Requests
+contain tokens; the client has the tokenizer, the templates and the seeds. It gets the addresses of workers from the
+scheduler, and asks the workers which model they serve. Invariants: a request to a lost worker goes to another; one that
+has lost several workers fails, since it may be what crashes them; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -18,21 +16,29 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-from distributed import Worker
+from distributed import Status, Worker, get_worker
+from distributed.comm.core import Comm
 
 from rftdask.engines.base import GenerateRequest, Generation
-from rftdask.engines.client import EngineSpec
-from rftdask.engines.remote import RemoteEngine, RemoteEngines
-from rftdask.errors import RoleError, WaitTimeout
+from rftdask.engines.client import EngineClient, EngineSpec
+from rftdask.engines.remote import RemoteEngine, RemoteEngines, RemoteEngineServer
+from rftdask.engines.spec import engine_spec, is_asked_in_calls
+from rftdask.errors import ProcessLostError, RftError, RoleError, WaitTimeout
+from rftdask.processes.dask_task import make_cancel_check
+from rftdask.rollouts.work_units import EngineRequest
+from rftdask.run.run_folder import read_config
+from rftdask.storage import Storage, open_storage
 
 AUXILIARY_RESOURCE = "auxiliary"
 OPERATION = "rftdask_auxiliary"
 """Operation of a worker's Dask server; takes a `Key`."""
+SERVING_TOPIC = "rftdask-serving"
+"""Dask topic of the key of a task whose model is ready."""
 _POLL_INTERVAL_S = 1.0
-"""Seconds between updates of the list of workers, and until a worker without the model is tried again."""
+"""Seconds between updates of the list of workers, and between checks of a served engine."""
 _MAX_LOSSES = 3
 """Workers that a request may lose before it fails."""
 
@@ -42,13 +48,7 @@ Result = TypeVar("Result")
 
 
 class SharedEngine:
-    """Client of a model on separate workers with the methods of `EngineClient` that rollouts use. Thread-safe.
-
-    Example:
-        judge = SharedEngine(get_worker(), ("runs/a", fingerprint, "judge"), spec, num_engines=2, patience_s=900)
-        judge.wait_ready(1800)
-        futures = judge.submit(requests)
-    """
+    """Client of a model on separate workers with the methods of `EngineClient` that rollouts use. Thread-safe."""
 
     def __init__(self, worker: Worker, key: Key, spec: EngineSpec, *, num_engines: int, patience_s: float) -> None:
         """num_engines: number of requested engines, for the error; patience_s: seconds that a request waits for a
@@ -58,6 +58,7 @@ class SharedEngine:
         self.answered_s = time.monotonic()
         """Monotonic time of the last response, or of the last time at which no worker served the model."""
         self._worker, self._key = worker, key
+        self._loop: asyncio.AbstractEventLoop = cast(Any, worker.loop).asyncio_loop
         self._num_engines, self._patience_s = num_engines, patience_s
         # Used only on the event loop of the Dask worker.
         self._engines = RemoteEngines(self._open, 0.0)
@@ -78,7 +79,12 @@ class SharedEngine:
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
         """Like `EngineClient.submit`, without streaming. Each request may go to a different worker."""
-        return [self._start(self._generate_one(request)) for request in requests]
+
+        async def generate(request: GenerateRequest) -> Generation:
+            [generation] = await self._generate([request])
+            return generation
+
+        return [self._start(generate(request)) for request in requests]
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[Generation]:
         """Like `EngineClient.generate`. All requests go to one worker."""
@@ -96,34 +102,24 @@ class SharedEngine:
         with suppress(RuntimeError):  # the worker and its event loop have ended
             self._loop.call_soon_threadsafe(self._engines.close)
 
-    @property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        return cast(Any, self._worker.loop).asyncio_loop  # type: ignore[no-any-return]
-
     def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, work: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
-        # Longer than the request itself waits, so that its own error is raised.
         future = self._start(work)
+        timeout_s += 2 * self._patience_s  # longer than the request itself waits, so that its own error is raised
         try:
-            return future.result(timeout_s + 2 * self._patience_s)
+            return future.result(timeout_s)
         except TimeoutError:
             future.cancel()
-            raise WaitTimeout(f"{self} sent no response for {timeout_s + 2 * self._patience_s:.0f} s") from None
-
-    async def _generate_one(self, request: GenerateRequest) -> Generation:
-        [generation] = await self._generate([request])
-        return generation
+            raise WaitTimeout(f"{self} sent no response for {timeout_s:.0f} s") from None
 
     async def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         plain = [replace(request, on_tokens=None) for request in requests]
         return await self._call(lambda engine: engine.submit(plain))
 
     async def _call(self, submit: Callable[[RemoteEngine], Sequence[Future[Result]]]) -> list[Result]:
-        """Responses of one of the workers. Raises: RoleError: none serves the model in time, or several were lost with
-        this request.
-        """
+        """Responses of one worker. Raises: RoleError: none serves the model in time, or several were lost with it."""
         lost, why = list[RemoteEngine](), ""
         while True:
             engine = await self._choose(lost, self._patience_s, why)
@@ -139,9 +135,8 @@ class SharedEngine:
                 lost.append(engine)
                 why = f"the last was lost: {type(error).__name__}: {error}; "
                 if len(lost) >= _MAX_LOSSES:
-                    raise RoleError(
-                        f"{self}: one request has lost {len(lost)} of its workers in a row; {why}"
-                    ) from error
+                    text = f"{self}: one request has lost {len(lost)} of its workers in a row; {why}"
+                    raise RoleError(text) from error
             else:
                 self.answered_s = time.monotonic()
                 return results
@@ -149,9 +144,7 @@ class SharedEngine:
                 responses.cancel()
 
     async def _choose(self, lost: Sequence[RemoteEngine], patience_s: float, why: str = "") -> RemoteEngine:
-        """Engine with the fewest requests of this client; one of `lost` if there is no other. Raises: RoleError: none
-        serves the model in time.
-        """
+        """Engine with the fewest requests of this client; one of `lost` if there is no other. Raises: RoleError."""
         deadline = time.monotonic() + patience_s
         while True:
             await self._update_workers()
@@ -180,3 +173,72 @@ class SharedEngine:
     async def _open(self, address: str) -> RemoteEngine:
         operation = {"op": OPERATION, "key": list(self._key)}
         return await RemoteEngine.open(address, self._worker.connection_args, operation)
+
+
+@dataclass(frozen=True)
+class AuxiliaryTask(EngineRequest):
+    """Request to a worker to serve an auxiliary model."""
+
+    name: str
+    """Name that workflows use."""
+
+
+class ModelServer:
+    """Handler of a worker's Dask server, through which other workers use its engine.
+
+    in_calls: the engine runs one call at a time and batches no requests of different calls.
+    """
+
+    def __init__(self, worker: Worker, key: Key, engine: EngineClient, storage: Storage, *, in_calls: bool) -> None:
+        self._key, self._engine, self._storage = key, engine, storage
+        self._call_lock = asyncio.Lock() if in_calls else None
+        self._active: set[RemoteEngineServer] = set()
+        self._ended: RftError | None = None
+        worker.handlers[OPERATION] = self._answer
+
+    def end(self, error: RftError) -> None:
+        """Reject new requests and end the active ones with this error."""
+        self._ended = error
+        for answering in tuple(self._active):
+            answering.end(error)
+
+    async def _answer(self, comm: Comm, key: Sequence[str]) -> Status:
+        answering = RemoteEngineServer(comm, alone=self._call_lock)
+        self._active.add(answering)  # first, because the engine may end meanwhile
+        if self._ended is None and tuple(key) == self._key:
+            answering.begin(self._engine, self._storage)
+        else:
+            answering.end(self._ended or RoleError("this worker serves another model"))
+        try:
+            await answering.run()
+        finally:
+            self._active.remove(answering)
+        return Status.dont_reply
+
+
+def serve_auxiliary(task: AuxiliaryTask) -> None:
+    """Serve the model until the task is cancelled.
+
+    Raises: RoleError: the engine cannot be started, or has died; UserError; StorageError; DataError: see read_config.
+    """
+    worker, is_cancelled = get_worker(), make_cancel_check()
+    storage = open_storage(task.url)
+    config = read_config(storage, task.config_fingerprint)
+    section = next(model for model in config.models_apart if model.asked_name == task.name)
+    engine = EngineClient(engine_spec(section, config, task.threads, task.log_file))
+    try:
+        engine.wait_ready()
+        key, in_calls = (task.url, task.config_fingerprint, task.name), is_asked_in_calls(section, config)
+        server = ModelServer(worker, key, engine, storage, in_calls=in_calls)
+        worker.log_event(SERVING_TOPIC, worker.get_current_task())
+        ended = ProcessLostError(f"{engine} has ended; it served auxiliary model {task.name!r}")
+        try:
+            while engine.alive():
+                if is_cancelled():
+                    return
+                time.sleep(_POLL_INTERVAL_S / 2)
+            raise ended
+        finally:
+            server.end(ended)
+    finally:
+        engine.close()
