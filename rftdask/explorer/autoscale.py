@@ -1,9 +1,8 @@
 """Number of explorer workers that a run requests. A pure rule of counters and times, which does not know the cluster.
 
-A worker runs one work unit at a time, so more workers than runnable units are useless. Units that the staleness bound
-holds back are not runnable. The rule requests more workers at once, but fewer only after a time without need for them,
-because loading an engine takes long, and because the explorer of a run in lockstep is idle half of the time. At most
-as many requested workers may be missing as have joined, or `OPEN_REQUESTS`.
+More workers than runnable units are useless. The rule requests more workers at once, but fewer only after a time
+without need for them, because loading an engine takes long, and because the explorer of a run in lockstep is idle half
+of the time. At most as many requested workers may be missing as have joined, or `OPEN_REQUESTS`.
 
 Invariant: min_workers <= target <= max_workers, whatever is observed.
 """
@@ -20,13 +19,7 @@ OPEN_REQUESTS = 8
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """Number of workers to request, from past observations. Immutable: `after` returns the next rule.
-
-    Example:
-        rule = ScaleRule(min_workers=2, max_workers=16)
-        rule = rule.after(at_s=10.0, num_workers=2, backlog=40)
-        rule.target == 10   # 8 more than have joined
-    """
+    """Number of workers to request, from past observations. Immutable: `after` returns the next rule."""
 
     min_workers: int
     max_workers: int
@@ -50,14 +43,9 @@ class ScaleRule:
         return self._bounded(self.asked)
 
     def after(self, at_s: float, num_workers: int, backlog: int) -> ScaleRule:
-        """Rule after one more observation.
-
-        Args:
-            at_s: time of any monotonic clock.
-            num_workers: explorer workers that have joined.
-            backlog: work units that run or could run now.
+        """Rule after an observation at a monotonic time. num_workers: workers that have joined; backlog: work units
+        that run or could run now.
         """
-        # Grow at once, shrink late: an idle worker costs less than one that must load its model again.
         wanted = self._bounded(backlog)
         if wanted >= self.target:
             # Request many workers step by step, so that the cluster is not flooded.

@@ -1,8 +1,8 @@
 """Assigns auxiliary models to the workers that serve them; runs in the driver.
 
-Each worker of auxiliary models serves one model for the whole run, and explorer workers discover it
-(auxiliary_models.py). A lost worker is requested again, and the next one that joins serves its model. A worker beyond
-the requested number serves the model with the smallest fraction of its engines.
+Each worker of auxiliary models serves one model for the whole run. A lost worker is requested again, and the next one
+that joins serves its model. A worker beyond the requested number serves the model with the smallest fraction of its
+engines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def choose_model(models: Mapping[str, InferenceModelConfig], served: Mapping[str
     """Name of the model that a free worker should serve. None: the worker has too few GPUs for any.
 
     Args: models: sections by name; served: number of workers by model; amount: GPUs of the worker.
-    Example: if one judge has 1 of 2 engines and another has all of its engines, the first judge.
     """
     fitting = {name: model for name, model in models.items() if model.num_gpus <= amount}
     # Prefer the largest model that lacks an engine, because it fits the fewest workers.
@@ -46,13 +45,7 @@ def choose_model(models: Mapping[str, InferenceModelConfig], served: Mapping[str
 
 
 class AuxiliaryPool:
-    """Auxiliary models of a stage that run on separate workers. Not thread-safe.
-
-    Example:
-        pool = AuxiliaryPool(client, storage, config, threads=4, ...)
-        pool.look(workers_of(client))   # periodically
-        pool.close()
-    """
+    """Auxiliary models of a stage that run on separate workers. Call `look` periodically. Not thread-safe."""
 
     def __init__(
         self,
@@ -66,12 +59,8 @@ class AuxiliaryPool:
         note: Callable[[str], None],
         scale: Callable[[int], None],
     ) -> None:
-        """
-        Args:
-            threads: threads of each engine.
-            deadline_s: seconds that a model may be without a worker.
-            note: emits a message for the user.
-            scale: requests a number of workers. Raises: UserError: this run does not start workers.
+        """threads: of each engine; deadline_s: seconds that a model may be without a worker; note: emits a message for
+        the user; scale: requests a number of workers, or raises UserError if this run does not start workers.
         """
         self._client, self._url, self._threads, self._log_folder = client, storage.url, threads, log_folder
         self._fingerprint = record_config(storage, config)
@@ -93,8 +82,8 @@ class AuxiliaryPool:
         Raises: RoleError: the engines of a model fail repeatedly; WaitTimeout: no worker of a model has joined;
         UserError: an engine's.
         """
-        amounts = {a: info["resources"].get(AUXILIARY_RESOURCE, 0.0) for a, info in workers.items()}
-        amounts = {address: amount for address, amount in amounts.items() if amount}
+        resources = {address: info["resources"] for address, info in workers.items()}
+        amounts = {address: of[AUXILIARY_RESOURCE] for address, of in resources.items() if of.get(AUXILIARY_RESOURCE)}
         for address, (name, task) in list(self._tasks.items()):
             key = str(task.key)
             if key in self._serving:
@@ -141,10 +130,8 @@ class AuxiliaryPool:
         if isinstance(error, UserError):
             raise error
         self._failures[name] += 1
-        if isinstance(error, KilledWorker) or error is None:
-            cause = "its worker was lost"
-        else:
-            cause = f"{type(error).__name__}: {error}"
+        is_lost = isinstance(error, KilledWorker) or error is None
+        cause = "its worker was lost" if is_lost else f"{type(error).__name__}: {error}"
         text = f"an engine of auxiliary model {name!r} ended: {cause}"
         log.warning("%s", text)
         if self._failures[name] >= MAX_FAILURES:

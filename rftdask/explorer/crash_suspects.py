@@ -5,14 +5,12 @@ died. So after a loss the unit runs again and is only a suspect. After `MAX_CRAS
 unit, its tasks run one at a time. A task that loses `MAX_CRASHES` workers in a row while it runs without others is set
 aside, and does not run in later epochs.
 
-Only units that were running on the lost worker are suspects, which workers report when they begin. A worker that
-reported a request to end (preempted, at its walltime, cancelled) makes none of its units a suspect. If several units
-overlapped on a lost worker, all of them become suspects, and each then runs isolated, so only one can be found at
-fault.
+Only units that were running on the lost worker are suspects, unless the worker reported a request to end (preempted, at
+its walltime, cancelled). If several units overlapped there, each then runs isolated, so only one can be found at fault.
 
 Invariants: a task is blamed only for losses while no other task ran with it; every other task of the unit completes; a
-crash-causing task costs at most 2 * MAX_CRASHES workers. This module does not know Dask. Its state is not stored: a
-restarted explorer finds the task again.
+crash-causing task costs at most 2 * MAX_CRASHES workers. The state is not stored: a restarted explorer finds the task
+again.
 """
 
 from __future__ import annotations
@@ -92,13 +90,7 @@ class CrashSuspect:
 
 
 class CrashTracker:
-    """Records of one explorer: which tasks workers are running, and the suspects among the units.
-
-    Example:
-        tracker.began("tcp://10.0.0.7:4711", "rollouts-3-0-1")      # from any thread
-        if tracker.was_running("rollouts-3-0-1", on="tcp://10.0.0.7:4711"):
-            suspect = tracker.lost(unit, was_running=True, cause="...")
-    """
+    """Records of one explorer: which tasks workers are running, and the suspects among the units."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of _running and _leaving, which Dask's event thread writes
@@ -115,7 +107,7 @@ class CrashTracker:
         """Units by the error of their engine, without numbers, since a unit last completed."""
 
     def began(self, worker: str, key: str) -> None:
-        """Record that the worker has begun the Dask task."""
+        """Record that the worker has begun the Dask task. From any thread, as `leaves`."""
         with self._lock:
             self._running.setdefault(worker, set()).add(key)
 
@@ -133,15 +125,12 @@ class CrashTracker:
             self._leaving.add(worker)
 
     def was_running(self, key: str, on: str) -> bool:
-        """True if the Dask task may have crashed the worker: it was running there, or the worker has reported nothing;
-        and the worker was not requested to end.
-        """
+        """True if the Dask task may have crashed the worker, which reported it or nothing, and no request to end."""
         with self._lock:
             return on not in self._leaving and key in self._running.get(on, {key})
 
     def engine_failed(self, unit: RolloutTask, key: str, error: EngineError | ProcessLostError) -> None:
-        """Record why the engine of a unit with the Dask task `key` failed. Units that overlapped in one engine count
-        once.
+        """Record why the engine of a unit with the Dask task `key` failed; once if units overlapped in one engine.
 
         Raises: RoleError: two engines in a row failed for the same reason, so no task is at fault. If their processes
         died, it takes two different units, because a task of one unit may be at fault.
@@ -169,7 +158,7 @@ class CrashTracker:
         """Decide how a new unit runs: whole, unless some of its tasks were set aside in an earlier epoch."""
         known = tuple(slot for slot, task in enumerate(unit.tasks) if _identity(unit, task) in self._set_aside)
         # A unit that cannot be split runs whole, and loses its workers again.
-        if not known or not self._can_be_split(unit):
+        if not known or len(unit.tasks) > MAX_PART_TASKS:
             return CrashSuspect(len(unit.tasks))
         others = tuple(slot for slot in range(len(unit.tasks)) if slot not in known)
         suspect = self._suspects[unit.key] = CrashSuspect(len(unit.tasks), others, to_set_aside=known)
@@ -186,7 +175,8 @@ class CrashTracker:
         suspect = suspect.lost() if was_running else replace(suspect, to_set_aside=())
         if num_losses >= MAX_LOSSES:
             raise RoleError(f"work unit {unit.key} lost {num_losses} workers; the last time: {cause}")
-        if not suspect.is_whole and not self._can_be_split(unit):
+        # The name of a shard lists the tasks of a part, which bounds their number.
+        if not suspect.is_whole and len(unit.tasks) > MAX_PART_TASKS:
             raise RoleError(
                 f"work unit {unit.key} lost {MAX_CRASHES} workers in a row. It has more than {MAX_PART_TASKS} tasks, "
                 f"so they cannot run one at a time to find the cause; the last time: {cause}"
@@ -220,10 +210,6 @@ class CrashTracker:
             self._num_losses.pop(unit.key, None)
         else:
             self._suspects[unit.key] = suspect
-
-    def _can_be_split(self, unit: RolloutTask) -> bool:
-        # The name of a shard lists the tasks of a part, which bounds their number.
-        return len(unit.tasks) <= MAX_PART_TASKS
 
 
 def _identity(unit: RolloutTask, task: TaskRef) -> tuple[bool, int, int]:

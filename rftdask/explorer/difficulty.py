@@ -1,9 +1,8 @@
 """Tasks chosen by their learned difficulty (selectors that learn, such as BOTS), and the storage of the choices.
 
 The posterior is not stored: it is recomputed from the rows of the log, in the order of the explore steps. Each choice
-is written to `schedule/<step>.json`, which is created once, before the step runs, and which a resumed explorer uses
-again. Invariant: a choice is a function of the results of steps 1..known and of the number of the step. So if `known`
-is a function of the step (style fixed), a run repeats its bits. This module does not know weights or the cluster.
+is written once to `schedule/<step>.json`, before the step runs, and a resumed explorer uses it again. Invariant: a
+choice is a function of the results of steps 1..known and of the number of the step.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ def choice_path(step: int) -> str:
 
 
 def read_choice(storage: Storage, step: int) -> list[TaskRef] | None:
-    """Stored tasks of `step`, or None if they are not chosen yet. Raises: DamagedError: the file cannot be read. A new
-    choice is not made in that case, because some of its tasks may have been run.
-    """
+    """Stored tasks of `step`, or None if they are not chosen yet. Raises: DamagedError: the file cannot be read."""
     path = choice_path(step)
     try:
         tree = parse_json(storage.get(path))
@@ -55,9 +52,8 @@ def read_choice(storage: Storage, step: int) -> list[TaskRef] | None:
 
 
 def store_choice(storage: Storage, step: int, tasks: Sequence[TaskRef], *, learned_from: int) -> list[TaskRef]:
-    """Store a choice. Returns: the stored tasks of the step, which differ if they were chosen before.
-
-    learned_from: last explore step whose results influenced the choice.
+    """Store a choice. Returns: the stored tasks of the step, which differ if they were chosen before. learned_from:
+    last explore step whose results influenced the choice.
     """
     rows = [(task.taskset_number, task.epoch, task.index) for task in tasks]
     storage.put_new(choice_path(step), json.dumps({"step": step, "learned_from": learned_from, "tasks": rows}).encode())
@@ -81,17 +77,13 @@ class LearnedOrder:
         self._state = selector.initial(torch.tensor(numbers, dtype=torch.float64))
         self._folded = 0
         """Number of explore steps whose results are in the state."""
-        self._log = log
-        self._config = config
-        self._storage = storage
+        self._log, self._config, self._storage = log, config, storage
         self._last: tuple[int, list[TaskRef]] = (0, [])
         """Last step and its tasks, which each work unit of the step needs."""
 
     def tasks(self, step: int, known: int) -> list[TaskRef] | None:
-        """Tasks of `step`: the stored choice, or a new one from the results of steps 1..known.
-
-        Each step is a separate epoch, so a task that is chosen again is a new task. None: results are missing, and
-        their work units must run again first.
+        """Tasks of `step`: the stored choice, or a new one from the results of steps 1..known. Each step is an epoch,
+        so a task that is chosen again is a new task. None: results are missing; their units must run again first.
         """
         if self._last[0] == step:
             return self._last[1]

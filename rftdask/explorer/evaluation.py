@@ -1,9 +1,7 @@
 """Evaluations: due versions and tasksets, their waiting work units, and their metrics.
 
-`EvaluationQueue` determines which evaluations are due, `evaluation_metrics` reads the shards of one evaluation, and
-`repeat_metrics` computes statistics over the rollouts of a task. The explorer takes units from the queue and reports
-the committed ones; this module does not know workers. Invariant: an evaluation is recorded from storage once all its
-units are committed, so one that was resumed half-way counts whole.
+The explorer takes units from the queue and reports the committed ones; this module does not know workers. Invariant: an
+evaluation is recorded from storage once all its units are committed, so one that was resumed half-way counts whole.
 """
 
 from __future__ import annotations
@@ -32,15 +30,7 @@ Record = Callable[[str, int, Mapping[str, float]], None]
 
 
 class EvaluationQueue:
-    """Evaluations of a stage: done, running and waiting.
-
-    Example:
-        queue.add_due(newest=8, ended_at=None)
-        while queue.num_waiting:
-            unit = queue.take()
-            ...                      # run it, commit it
-            queue.finish(unit)
-    """
+    """Evaluations of a stage: done, running and waiting."""
 
     def __init__(
         self,
@@ -54,8 +44,8 @@ class EvaluationQueue:
         """sizes: number of tasks by name of the taskset; versions: versions to evaluate in mode bench. Empty: every
         `explorer.eval_interval`. Raises: DataError: a taskset is empty.
         """
-        self._storage = storage
-        self._config = config
+        self._storage, self._config, self._versions = storage, config, versions
+        self._make_unit, self._record = make_unit, record
         self._tasksets = config.buffer.explorer_input.eval_tasksets
         """The number of a taskset is its position here."""
         for taskset in self._tasksets:
@@ -65,9 +55,6 @@ class EvaluationQueue:
         # As many rollouts as a unit of training, so that an evaluation needs no more memory.
         rollouts_per_unit = config.tasks_per_unit * config.algorithm.repeat_times
         self._tasks_per_unit = [max(1, rollouts_per_unit // taskset.repeat_times) for taskset in self._tasksets]
-        self._versions = versions
-        self._make_unit = make_unit
-        self._record = record
         # Only versions that the trainer publishes can be evaluated: multiples of both intervals.
         self._interval = math.lcm(config.explorer.eval_interval, make_sync_rules(config).trainer_sync_interval)
         self._published: tuple[int, list[int]] = (0, [])
@@ -84,7 +71,6 @@ class EvaluationQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting units."""
         return len(self._waiting)
 
     def read(self) -> None:
@@ -206,13 +192,10 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
                 tasks.setdefault(row["task_index"], {})[row["rollout"]] = {"reward": row["reward"], **reports}
     rollouts = [[rollouts[number] for number in sorted(rollouts)] for _, rollouts in sorted(tasks.items())]
     names = {"reward", *(metric for task in rollouts for values in task for metric in values)}
-    by_name = {
-        metric: [
-            [values.get(metric) or 0.0 for values in task if metric in values or values["reward"] is None]
-            for task in rollouts
-        ]
-        for metric in sorted(names)
-    }
+    by_name: dict[str, list[list[float]]] = {}
+    for metric in sorted(names):
+        counted = [[one for one in task if metric in one or one["reward"] is None] for task in rollouts]
+        by_name[metric] = [[values.get(metric) or 0.0 for values in task] for task in counted]
     num_rollouts = sum(map(len, rollouts))
     counts = {metric: sum(map(len, values)) for metric, values in by_name.items()}
     means = {metric: sum(map(sum, values)) / max(1, counts[metric]) for metric, values in by_name.items()}
@@ -233,10 +216,7 @@ def repeat_metrics(name: str, values_by_task: Sequence[Sequence[float]]) -> dict
 
     Names and meanings as in Trinity-RFT: best@k and worst@k are those of k rollouts drawn with replacement from a
     task's n, for k = 2, 4, 8, ... below n, and n. Trinity-RFT estimates them by 1,000 random draws; here they are the
-    exact expectations, so that the same rollouts have the same values. std@n divides by n.
-
-    Args: values_by_task: one value for each rollout of each task; n is the largest number of rollouts of a task.
-    Example: repeat_metrics("reward", [[0, 1], [1, 1]])  ->  reward/mean@2 0.75, reward/std@2 0.25, best@2 0.875, ...
+    exact expectations. std@n divides by n.
     """
     num_rollouts = max(map(len, values_by_task), default=0)
     if not num_rollouts:

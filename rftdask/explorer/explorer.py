@@ -5,17 +5,15 @@
 A *work unit* is a fixed part of an explore step, some tasks with all their rollouts: the amount that a worker receives
 at a time and that a lost worker costs at most. `Explorer.run` contains the whole loop. Its parts:
 
-- choose: consumes the task order (a pure function of the step, or a stored choice) and the sync rules (which weights
-  the step needs). Waits until all explore steps from which those weights are trained are committed, and while the
-  unread experiences exceed the limits; the trainer's next ledger entry unblocks it. Produces a `RolloutTask`.
+- choose: waits until all explore steps from which the unit's weights are trained are committed, and while the unread
+  experiences exceed the limits; the trainer's next ledger entry unblocks it.
 - roll out and commit: done by the workers, which wait for the weights to be published, with a deadline. The window of
   units that wait for slots is 1.5 per engine plus one, so that no engine waits for the driver. A unit leaves it when
   its result arrives. Where units overlap, the window is one per engine, and a unit leaves it when all its rollouts have
   slots and another slot is free. The next unit then goes to a worker with room, and does not wait behind the long
-  responses of one engine while another is idle. A worker that joins while others work receives units once its engine
-  is warm.
-- record: consumes results. A step whose units are all committed yields a row of metrics and an event. A unit whose
-  worker was lost runs again as crash_suspects.py decides.
+  responses of one engine while another is idle.
+- record: a step whose units are all committed yields a row of metrics and an event. A unit whose worker was lost runs
+  again as crash_suspects.py decides.
 
 Invariants: a unit is submitted only when every step that its weights depend on is committed, so a waiting unit cannot
 block the one it waits for. The listing of the log decides which units are done. The loop has no state that storage
@@ -31,6 +29,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from distributed import KilledWorker
@@ -117,13 +116,7 @@ class _Submitted:
 
 
 class Explorer:
-    """Runs the explore steps and evaluations of a stage.
-
-    Example:
-        explorer = Explorer(client, storage, config, {"gsm8k": 7473}, num_steps=100, ...)
-        explorer.open()
-        explorer.run()
-    """
+    """Runs the explore steps and evaluations of a stage: call `open`, then `run`."""
 
     _request: EngineRequest
     """Fields of every unit. Set by `open`."""
@@ -164,14 +157,9 @@ class Explorer:
         Raises: DataError: a taskset is empty, or its columns do not fit its selector.
         """
         self._client, self._storage, self._config = client, storage, config
-        self._num_steps = num_steps
-        self._threads, self._log_file = threads, log_file
-        self._task = task
-        self._emit = emit
-        self._cancelled = cancelled
-        self._trainer_ended_at = trainer_ended_at
-        self._remove_old_shards = remove_old_shards
-        self._scale = scale
+        self._num_steps, self._threads, self._log_file, self._task = num_steps, threads, log_file, task
+        self._emit, self._cancelled, self._trainer_ended_at = emit, cancelled, trainer_ended_at
+        self._remove_old_shards, self._scale = remove_old_shards, scale
         self._scale_rule = ScaleRule(config.explorer.fewest_workers, config.explorer.most_workers, asked=workers_asked)
         self._scaled_s = 0.0
         """Time of the last request for workers."""
@@ -188,7 +176,6 @@ class Explorer:
         self._backpressure = Backpressure(config, Ledger(storage, MAIN_LINEAGE))
         self._is_full = False
         """True if back-pressure kept the last unit from beginning."""
-
         # Completed and running units. A unit of training is identified by (explore step, unit_index).
         self._done: set[tuple[int, int]] = set()
         self._complete = 0
@@ -220,12 +207,11 @@ class Explorer:
         """Version that steps run with until the next boundary of the sync style, and the step up to which boundaries
         were checked."""
 
-        self._num_quarantined = 0
-        self._audited_s = 0.0
+        self._num_quarantined, self._audited_s = 0, 0.0
 
     def open(self) -> None:
-        """Read which units are done, and remove the seal of a log that will grow. Call it before `run` and before the
-        trainer starts, which would end at the old seal.
+        """Read which units are done, and remove the seal of a log that will grow. Call it before the trainer starts,
+        which would end at the old seal.
         """
         # Before any unit is sent, because its worker reads this file.
         fingerprint = record_config(self._storage, self._config)
@@ -241,7 +227,7 @@ class Explorer:
             self._log.unseal()
 
     def run(self) -> None:
-        """Run until all steps and evaluations are done, or until cancelled. Call `open` first.
+        """Run until all steps and evaluations are done, or until cancelled.
 
         Raises: RoleError: a unit failed repeatedly, or workers are lost whatever they run; FencedError; UserError.
         """
@@ -280,11 +266,7 @@ class Explorer:
                     self._roll_out_rest(unit, self._crashes.begin(unit))
                 while self._retry and num_engines and self._num_waiting() < window:
                     self._submit(self._retry.pop(0))
-                while (
-                    num_engines
-                    and self._num_waiting(is_eval=False) < window
-                    and (chosen := self._choose_unit()) is not None
-                ):
+                while num_engines and self._num_waiting(is_eval=False) < window and (chosen := self._choose_unit()):
                     self._begun.add((chosen.explore_step, chosen.unit_index))
                     self._roll_out_rest(chosen, self._crashes.begin(chosen))
 
@@ -292,8 +274,6 @@ class Explorer:
                     break
                 ended.clear()
                 self._ask_for_workers(sum(workers.values()))
-
-                # Wait for workers to finish units.
                 ended += self._take_ended()
                 if time.monotonic() - self._audited_s > _AUDIT_EVERY_S:
                     self._audit()
@@ -463,7 +443,7 @@ class Explorer:
         step: int,
         unit_index: int,
         tasks: Sequence[TaskRef],
-        repeat_times: int,
+        repeats: int,
         weights: WeightRequirement,
     ) -> RolloutTask:
         return RolloutTask(
@@ -472,7 +452,7 @@ class Explorer:
             explore_step=step,
             unit_index=unit_index,
             tasks=tuple(tasks),
-            repeat_times=repeat_times,
+            repeat_times=repeats,
             greedy_baseline=folder == "experiences" and self._config.algorithm.greedy_baseline,
             weights=weights,
         )
@@ -564,7 +544,7 @@ class Explorer:
         return sum(is_eval is None or unit.is_eval == is_eval for unit in waiting)
 
     def _take_ended(self) -> list[UnitFuture]:
-        """Record ended units; wait `_TICK_S` for the first. Returns: their futures, which nothing else refers to."""
+        # Record ended units; wait `_TICK_S` for the first. Returns: their futures, which nothing else refers to.
         futures, timeout_s = list[UnitFuture](), _TICK_S
         while True:
             try:
@@ -589,19 +569,14 @@ class Explorer:
                 self._take_failure(unit, future, future.exception() if future.status == "error" else None)
 
     def _take_failure(self, unit: RolloutTask, future: UnitFuture, error: BaseException | None) -> None:
-        """Submit the unit again if that may help. Raises: RoleError: it will not; UserError, FencedError: the unit's.
-
-        error: None if the worker was lost after the unit had ended, so that the unit is not at fault.
-        """
-        # Three kinds of failure: permanent ones end the run; a lost unit runs again and may become a crash suspect;
-        # temporary ones are retried a few times.
+        # Permanent failures end the run; a lost unit runs again and may become a crash suspect; temporary failures are
+        # retried a few times. error: None if the worker was lost after the unit had ended.
         name, cause = f"work unit {unit.key}", f"{type(error).__name__}: {error}"
         if isinstance(error, UserError | FencedError | StorageRefusedError):
             raise error
         if isinstance(error, EngineError | ProcessLostError):
             self._crashes.engine_failed(unit, str(future.key), error)
-        # The loss of an engine's process counts as the loss of its worker. Other errors of an engine do not: they are
-        # unrelated to the running task.
+        # The loss of an engine's process counts as that of its worker; its other errors are unrelated to the task.
         if error is None or isinstance(error, KilledWorker | ProcessLostError):
             was_running = error is not None
             if isinstance(error, KilledWorker):
@@ -616,13 +591,11 @@ class Explorer:
             first_line = cause.partition("\n")[0]
             if was_running and suspect.num_crashes:
                 what = name if suspect.is_whole else f"an isolated task of {name}"
-                self._emit(
-                    Note(f"{what} runs again ({suspect.num_crashes} of {MAX_CRASHES} losses in a row): {first_line}")
-                )
+                losses = f"{suspect.num_crashes} of {MAX_CRASHES} losses in a row"
+                self._emit(Note(f"{what} runs again ({losses}): {first_line}"))
             elif was_running and not suspect.to_set_aside:
-                self._emit(
-                    Note(f"{name} runs task by task, to find out whether one of them crashes workers: {first_line}")
-                )
+                purpose = "to find out whether one of them crashes workers"
+                self._emit(Note(f"{name} runs task by task, {purpose}: {first_line}"))
             self._roll_out_rest(unit, suspect)
             return
         if not isinstance(error, RftError | OSError):
@@ -642,8 +615,7 @@ class Explorer:
             self._emit(Note(result.note))
         if unit.is_eval:
             self._evals.count(unit, result.auxiliary_sums)
-        # num_rollouts is 0 if an earlier attempt committed the unit and its result was lost, whose times are unknown.
-        if not unit.is_eval and result.num_rollouts:
+        elif result.num_rollouts:  # 0 if an earlier attempt committed the unit, whose times are unknown
             self._results.setdefault(unit.explore_step, []).append(result)
             self._backpressure.add(result.num_rollouts, result.num_bytes)
 
@@ -668,9 +640,8 @@ class Explorer:
             metrics = step_metrics(results, self._step_ended - began)
             # Each explorer writes a row if it made any of the step's units.
             named = self._config.command_name != self._config.mode
-            self._metrics["explorer"].write(
-                step, metrics, **({"explorer": self._config.explorer.name} if named else {})
-            )
+            labels = {"explorer": self._config.explorer.name} if named else {}
+            self._metrics["explorer"].write(step, metrics, **labels)
             self._emit(StepFinished("explorer", step, metrics))
 
     def _record_evaluation(self, taskset: str, version: int, metrics: Mapping[str, float]) -> None:
@@ -739,9 +710,7 @@ class Explorer:
 
 def _result_of(ended: _Submitted) -> RolloutResult | None:
     # None: the task raised an error, or its worker was lost after it had ended, or does not answer.
-    if ended.fetched is None or not ended.fetched.done():
-        return None
-    try:
-        return ended.fetched.result()
-    except CancelledError:
-        return None
+    with suppress(CancelledError):
+        if ended.fetched is not None and ended.fetched.done():
+            return ended.fetched.result()
+    return None

@@ -1,7 +1,6 @@
 """Tasks of each explore step: a function of its number or, for selectors that learn, of earlier results.
 
-Invariant: the order is a function of the config, the rows, and the results of the steps that it may use, so a resumed
-run has the same order. This module does not know weights or workers.
+Invariant: a resumed run has the same order.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
-from rftdask.algorithm.selectors import Selector, make_selector
+from rftdask.algorithm.selectors import make_selector
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config
 from rftdask.config.plugins import trait
@@ -45,25 +43,18 @@ def fixed_order(
 
     Args: sizes: number of tasks by name of the taskset.
     Raises: DataError: a column of `feature_keys` is missing or is not numeric.
-    Example: fixed_order(tasksets, {"gsm8k": 7473}, batch_size=32)(1)
     """
-    selectors = [make_selector(taskset.data_selector, plugin_dirs) for taskset in tasksets]
-    return partial(
-        explore_tasks,
-        sizes=tuple(sizes[taskset.name] for taskset in tasksets),
-        batch_size=batch_size,
-        orders=tuple(
-            partial(selector.order, _features(taskset, selector, sizes[taskset.name]))
-            for taskset, selector in zip(tasksets, selectors, strict=True)
-        ),
+    orders, seed, epoch_each_step = [], 0, False
+    for taskset in tasksets:
+        selector = make_selector(taskset.data_selector, plugin_dirs)
+        # [size, F] numbers of the columns of `feature_keys`; F is 0 for a selector that reads none.
+        features = np.empty((sizes[taskset.name], 0))
+        if selector.features:
+            features = np.array(Taskset(taskset).numbers(taskset.data_selector.feature_keys), np.float64)
+        orders.append(partial(selector.order, features))
         # The checks of the config make sure that these are the same for all tasksets.
-        seed=next((t.data_selector.seed for t, s in zip(tasksets, selectors, strict=True) if s.seeded), 0),
-        epoch_each_step=any(selector.epoch_each_step for selector in selectors),
-    )
-
-
-def _features(taskset: TasksetConfig, selector: Selector, size: int) -> npt.NDArray[np.float64]:
-    # [size, F] numbers of the columns of `feature_keys`; F is 0 for a selector that reads none.
-    if not selector.features:
-        return np.empty((size, 0))
-    return np.array(Taskset(taskset).numbers(taskset.data_selector.feature_keys), np.float64)
+        seed = taskset.data_selector.seed if selector.seeded else seed
+        epoch_each_step |= selector.epoch_each_step
+    counts = tuple(sizes[taskset.name] for taskset in tasksets)
+    order = partial(explore_tasks, sizes=counts, batch_size=batch_size, orders=tuple(orders))
+    return partial(order, seed=seed, epoch_each_step=epoch_each_step)

@@ -4,14 +4,13 @@
 
 An explorer takes a claim before it sends a unit to a worker, by a create-only put, and removes it after the unit is
 committed. A claim holds as long as the lease that it names. If an explorer died or ended, the next one takes its claim
-over with the next number. A claim does not mean that a unit is done, which only the log records. A claim that is lost
-or held twice costs one unit that is rolled out twice. This module does not know workers or tasks.
+over with the next number. Only the log records that a unit is done. A claim that is lost or held twice costs one unit
+that is rolled out twice.
 
 An explorer without a name expects no other explorer. While it sees none it keeps its claims in memory, without cost on
 storage, and writes them as soon as it sees one. Units that the other explorer takes before that run twice.
 
-Invariant: except for that case, a unit without a claim was not begun, or its shards are durable. After claiming a unit,
-an explorer re-reads the log and skips units that are already committed.
+Invariant: except for that case, a unit without a claim was not begun, or its shards are durable.
 """
 
 from __future__ import annotations
@@ -48,29 +47,15 @@ class _Claim:
 
 
 class Claims:
-    """Claims of a run, as read by one of its explorers.
-
-    Example:
-        claims = Claims(storage, lease, held_s=3600.0)
-        claims.look(done={(1, 0)})
-        if not claims.is_others((1, 1)) and claims.take((1, 1)):
-            ...                                        # unless the log has it by now: roll it out and commit it
-            claims.give_back((1, 1))
-    """
+    """Claims of a run, as read by one of its explorers."""
 
     def __init__(
         self, storage: Storage, lease: Lease, held_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """lease: of this explorer; held_s: seconds after which a claim expires although its owner lives, so that a unit
+        that hangs in another explorer does not block the run.
         """
-        Args:
-            lease: lease of this explorer.
-            held_s: seconds after which a claim expires although its owner lives, so that a unit that hangs in another
-                explorer does not block the run.
-        """
-        self._storage = storage
-        self._lease = lease
-        self._held_s = held_s
-        self._clock = clock
+        self._storage, self._lease, self._held_s, self._clock = storage, lease, held_s, clock
         self._watch = LeaseWatch(storage, clock)
         self._claims: dict[Unit, _Claim] = {}
         """Newest claim by unit, as of the last `look`."""
