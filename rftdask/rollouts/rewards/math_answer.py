@@ -15,11 +15,14 @@ import atexit
 import contextlib
 import importlib
 import logging
+import math
 import os
 import re
 import resource
 import signal
 import threading
+from collections.abc import Mapping
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -232,6 +235,73 @@ def _single_number(text: str) -> str | None:
     if not (_WORDS_BEFORE.fullmatch(before) and _WORDS_AFTER.fullmatch(after)):
         return None
     return "-" * before.endswith("-") + matches[0].group().replace(",", "")
+
+
+# ---- an answer with a stated confidence
+
+WEIGHTS = {"format": 0.5, "accuracy": 0.5, "brier": 0.5, "mean_confidence": 1e-5, "confidence_one_or_zero": 1e-5}
+"""Weights of the parts. The last two are too small to be learned; their metrics show the policy's confidence."""
+_PARTS = ("think", "answer", "analysis", "confidence")
+_TAG = re.compile(r"<(/?)(think|answer|analysis|confidence)>")
+_PROBABILITY = re.compile(r"\s*(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?\s*")
+
+
+@reward("rlcr_reward", in_thread=True)
+def rlcr_reward(response: str, truth: str, task: Task, weights: Mapping[str, float] | None = None) -> Reward:
+    """Sum of weighted parts, which are also metrics:
+
+    - `format`: 1 if the response ends with
+      <think>...</think><answer>...</answer><analysis>...</analysis><confidence>p</confidence>
+    - `accuracy` of the answer, and `brier`, 1 - (accuracy - p)^2; both 0 without that form
+    - `mean_confidence`: p; `confidence_one_or_zero`: 1 if p is below 0.01 or above 0.99
+
+    Without a confidence from 0 to 1 all parts are 0. Parts and weights are those of Trinity-RFT's rlcr_reward.
+    Raises: ValueError: weights are not a finite number for each part.
+    Source: RLCR, arXiv:2507.16806: the Brier score is proper, so honest confidence is optimal.
+    """
+    weights = WEIGHTS if weights is None else weights
+    is_number = all(isinstance(weights.get(name), int | float) and math.isfinite(weights[name]) for name in WEIGHTS)
+    if set(weights) != set(WEIGHTS) or not is_number:
+        names = ", ".join(WEIGHTS)
+        raise ValueError(f"reward_fn_args.weights {dict(weights)} needs a finite number for each of {names}")
+    parts = dict.fromkeys(WEIGHTS, 0.0)
+    sure = confidence(response)
+    if sure is not None:
+        parts["mean_confidence"] = sure
+        parts["confidence_one_or_zero"] = float(sure < 0.01 or sure > 0.99)
+        answer = ending_answer(response)
+        if answer is not None:
+            parts["format"] = 1.0
+            # Without a truth, neither the answer nor a low confidence earns anything.
+            if truth:
+                correct = float(is_right(answer, truth))
+                parts["accuracy"], parts["brier"] = correct, 1.0 - (correct - sure) ** 2
+    weighted = {name: weights[name] * value for name, value in parts.items()}
+    return Reward(sum(weighted.values()), weighted)
+
+
+def confidence(response: str) -> float | None:
+    """Return the number in the last <confidence>; None: it is not closed, or not a number from 0 to 1."""
+    text, closed, _ = response[response.rfind("<confidence>") :].partition("</confidence>")
+    text = text.removeprefix("<confidence>") if closed and text.startswith("<confidence>") else ""
+    value = float(text) if _PROBABILITY.fullmatch(text) else math.nan
+    return value if 0.0 <= value <= 1.0 else None
+
+
+def ending_answer(response: str) -> str | None:
+    """The answer in the four parts that end a response; None: it does not end with them, or a tag is unclosed or
+    nested.
+    """
+    tags = list(_TAG.finditer(response))
+    opened, closed = tags[::2], tags[1::2]
+    pairs = list(zip(opened, closed, strict=False))
+    if len(opened) != len(closed) or any(begin[1] or not end[1] or begin[2] != end[2] for begin, end in pairs):
+        return None
+    last = pairs[-len(_PARTS) :]
+    if tuple(begin[2] for begin, _ in last) != _PARTS or response[last[-1][1].end() :].strip():
+        return None
+    between = (response[a[1].end() : b[0].start()] for a, b in pairwise(last))
+    return None if any(text.strip() for text in between) else response[last[1][0].end() : last[1][1].start()]
 
 
 # ---- math-verify in a child process

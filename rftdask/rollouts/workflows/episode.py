@@ -16,11 +16,11 @@ ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 @dataclass(frozen=True)
 class Observation:
     text: str
-    state: str
-    """Name of the environment's state; equal states have equal names."""
     reward: float = 0.0
     """Reward of the action that led here."""
     is_over: bool = False
+    state: str = ""
+    """Name of the environment's state; equal states have equal names. "": known only by its text."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,10 @@ async def play(
             following = await act(reply)
         num_invalid += following is None
         # A step is described by the state before its action, by which algorithms compare steps.
-        steps.append(Step(current.state, invalid_reward if following is None else following.reward))
+        state = current.state or hashlib.sha256(current.text.encode()).hexdigest()[:16]
+        steps.append(Step(state, invalid_reward if following is None else following.reward))
         current = following or current
     return Episode(tuple(steps), current.is_over, num_invalid)
-
-
-def state_of(text: str) -> str:
-    """Return the short name of a state that is known only by its text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def last_action(reply: str) -> str:

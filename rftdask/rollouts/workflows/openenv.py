@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from rftdask.data.task import Task
 from rftdask.errors import RoleError, UserError, WaitTimeout
 from rftdask.rollouts.workflows.base import PolicyModel, Reward
-from rftdask.rollouts.workflows.episode import ACTION, Observation, find_action, play, seed_of, state_of
+from rftdask.rollouts.workflows.episode import ACTION, Observation, find_action, play, seed_of
 from rftdask.rollouts.workflows.registry import workflow
 from rftdask.storage.safe_text import mask
 
@@ -200,7 +200,7 @@ def _observation(answer: Mapping[str, Any], options: _Options) -> Observation:
         observation = observation[name]
     text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False, sort_keys=True)
     # Environments may send null as the reward of a step.
-    return Observation(text, state_of(text), float(answer.get("reward") or 0.0), bool(answer.get("done")))
+    return Observation(text, float(answer.get("reward") or 0.0), bool(answer.get("done")))
 
 
 def _action_in(reply: str, options: _Options) -> dict[str, Any] | None:

@@ -91,7 +91,7 @@ def test_every_environment_is_tried_and_valid_as_it_is() -> None:
         "textarena",
         "reasoning_gym",
         "verifiers",
-        "alfworld",  # not run: its games come with no package; test_text_worlds.py tests the choice among them
+        "alfworld",  # not run: its games come with no package; test_games.py tests the choice among them
     }
     for file in ENVIRONMENTS.glob("*.yaml"):
         assert len(file.read_text().splitlines()) <= 10

@@ -6,7 +6,7 @@ import pytest
 
 from rftdask.data.task import Task
 from rftdask.errors import UserError
-from rftdask.rollouts.workflows.text_worlds import draw, find_games
+from rftdask.rollouts.workflows.games import draw, find_games
 
 
 def test_seed_selects_a_game_and_empty_folder_is_refused(tmp_path: Path) -> None:
