@@ -39,7 +39,6 @@ class ScaleRule:
 
     @property
     def target(self) -> int:
-        """Number of workers to request now."""
         return self._bounded(self.asked)
 
     def after(self, at_s: float, num_workers: int, backlog: int) -> ScaleRule:

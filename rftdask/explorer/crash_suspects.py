@@ -56,7 +56,6 @@ class CrashSuspect:
 
     @property
     def is_whole(self) -> bool:
-        """True while all tasks run together."""
         return self.isolated_tasks is None
 
     @property
@@ -66,7 +65,6 @@ class CrashSuspect:
 
     @property
     def is_over(self) -> bool:
-        """True when nothing is left to run."""
         return self.isolated_tasks == ()
 
     @property

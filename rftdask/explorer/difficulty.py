@@ -30,7 +30,6 @@ from rftdask.storage.checked_json import parse_json
 
 
 def choice_path(step: int) -> str:
-    """File of the stored choice of a step."""
     return f"schedule/{step:08d}.json"
 
 

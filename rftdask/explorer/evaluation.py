@@ -110,7 +110,6 @@ class EvaluationQueue:
                 self._waiting.append(self._make_unit(folder, version, unit_index, part, taskset.repeat_times, weights))
 
     def take(self) -> RolloutTask:
-        """Remove and return the first waiting unit. Raises: IndexError: none waits."""
         return self._waiting.popleft()
 
     def count(self, unit: RolloutTask, auxiliary_sums: Mapping[str, float]) -> None:
@@ -131,7 +130,6 @@ class EvaluationQueue:
             self._record_from_log(self._tasksets[key[1]].name, unit.explore_step)
 
     def is_empty(self, newest: int, ended_at: int | None) -> bool:
-        """True if no evaluation waits or is due."""
         return not self._waiting and next(self._due(newest, ended_at), None) is None
 
     def versions_in_use(self, newest: int, ended_at: int | None) -> list[int]:

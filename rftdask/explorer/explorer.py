@@ -100,8 +100,6 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Submitted:
-    """A work unit on its way to the workers and back."""
-
     unit: RolloutTask
     future: UnitFuture
     allowed: Set[str]
@@ -147,11 +145,8 @@ class Explorer:
             sizes: number of tasks by name of the taskset.
             num_steps: total number of explore steps. 0: only evaluations.
             eval_versions: versions to evaluate in mode bench, in place of the published ones.
-            threads, log_file: threads and output file of the engines.
             trainer_ended_at: returns the last policy version when the trainer has ended, else None.
-            remove_old_shards: removes shards that retention does not keep; called periodically.
             scale: requests a number of explorer workers. None: the explorer uses the workers that join.
-            workers_asked: number of workers requested before.
             claims: claims of units, which explorers of other names share. None: no other explorer exists.
             task: function that workers run; benchmarks replace it.
         Raises: DataError: a taskset is empty, or its columns do not fit its selector.
@@ -213,7 +208,6 @@ class Explorer:
         """Read which units are done, and remove the seal of a log that will grow. Call it before the trainer starts,
         which would end at the old seal.
         """
-        # Before any unit is sent, because its worker reads this file.
         fingerprint = record_config(self._storage, self._config)
         self._request = EngineRequest(self._storage.url, fingerprint, self._threads, self._log_file)
         # Before the log is read: a later seal is that of another explorer, which has completed the rest.
@@ -464,10 +458,18 @@ class Explorer:
             unit_log = open_log(self._storage, self._config, unit.folder)
             self._count(unit, commit_poisoned(unit_log, unit, self._config, suspect.to_set_aside, error))
             self._crashes.set_aside(unit, suspect.to_set_aside)
-        if suspect.is_over:
-            self._complete_unit(unit)
-        else:
+        if not suspect.is_over:
             self._submit(replace(unit, slots=suspect.next_slots, isolated=suspect.is_isolated))
+        elif unit.is_eval:
+            self._evals.finish(unit)
+        else:
+            done = unit.explore_step, unit.unit_index
+            self._begun.discard(done)
+            self._done.add(done)
+            if self._claims is not None:
+                self._claims.give_back(done)
+            self._advance()
+            self._record_steps()
 
     def _warm_up(self, workers: Set[str]) -> None:
         # Start the engines of workers that joined, before they receive units.
@@ -618,18 +620,6 @@ class Explorer:
         elif result.num_rollouts:  # 0 if an earlier attempt committed the unit, whose times are unknown
             self._results.setdefault(unit.explore_step, []).append(result)
             self._backpressure.add(result.num_rollouts, result.num_bytes)
-
-    def _complete_unit(self, unit: RolloutTask) -> None:
-        if unit.is_eval:
-            self._evals.finish(unit)
-            return
-        step = unit.explore_step
-        self._begun.discard((step, unit.unit_index))
-        self._done.add((step, unit.unit_index))
-        if self._claims is not None:
-            self._claims.give_back((step, unit.unit_index))
-        self._advance()
-        self._record_steps()
 
     def _record_steps(self) -> None:
         # Write the metrics of complete steps, from the units that this explorer rolled out.

@@ -69,7 +69,6 @@ class Claims:
 
     @property
     def is_due(self) -> bool:
-        """True if the next `look` is due."""
         return self._clock() - self._looked_s >= _POLL_INTERVAL_S
 
     def look(self, done: Container[Unit]) -> None:
@@ -97,7 +96,6 @@ class Claims:
                 self.take(unit)
 
     def is_others(self, unit: Unit) -> bool:
-        """True if another explorer held the unit at the last `look`."""
         return unit in self._others
 
     def take(self, unit: Unit) -> bool:

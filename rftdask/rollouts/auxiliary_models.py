@@ -93,7 +93,6 @@ class SharedEngine:
     def logprobs(
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
     ) -> list[tuple[float, ...]]:
-        """Like `EngineClient.logprobs`."""
         [scored] = self._wait(self._call(lambda engine: [engine.score(pairs)]), timeout_s)
         return list(scored.logprobs)
 
@@ -177,8 +176,6 @@ class SharedEngine:
 
 @dataclass(frozen=True)
 class AuxiliaryTask(EngineRequest):
-    """Request to a worker to serve an auxiliary model."""
-
     name: str
     """Name that workflows use."""
 

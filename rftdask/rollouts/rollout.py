@@ -74,8 +74,6 @@ class _CancelledEarly(Exception):
 
 @dataclass
 class Rollout:
-    """One rollout; `run` is called once."""
-
     task: Task
     key: RolloutKey
     explore_step: int
@@ -332,7 +330,6 @@ class Rollout:
         )
 
     def _failure(self, error: Exception, attempt: int, state: Mapping[str, Any]) -> Experience:
-        """Return the one row of a failed rollout. state: values that the workflow passed to `set_state`."""
         if isinstance(error, (SandboxError, _CancelledEarly)):
             text = str(error)  # it contains the name of the original error
         else:

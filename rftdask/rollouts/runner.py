@@ -8,6 +8,7 @@ This module does not know engines or storage.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
@@ -70,8 +71,6 @@ class TextEngine:
 
 @dataclass(frozen=True)
 class UnitOutcome:
-    """Experiences and times of a work unit."""
-
     experiences: list[Experience]
     """Ordered by (task, rollout, turn)."""
     times: list[RolloutTimes]
@@ -152,13 +151,18 @@ async def run_work_unit(
         return RecordingModel(policy, served, key=rollout.key, group_id=group_id, run_seed=run_seed)
 
     greedy = {name: replace(params, temperature=0.0) for name, params in sampling.items()}
-    own_server = pool = None
+    pool = None
+    closing = contextlib.AsyncExitStack()
+    for resource in (*remotes, *queues):
+        closing.push_async_callback(resource.close)
     try:
         if plan.spec is not None:
             # In a thread, because importing plug-ins may take long.
             server = await asyncio.to_thread(fork_server or ForkServer, plan.spec)
-            own_server = server if fork_server is None else None
+            if fork_server is None:
+                closing.callback(server.close)
             pool = SandboxPool(server)
+            closing.callback(pool.close)
         # Make all rollouts before any runs, so that slots and calls of the engine take all of them into account.
         rollouts = [
             Rollout(
@@ -184,14 +188,7 @@ async def run_work_unit(
         # Prefer the engine's error, because errors of rollouts follow from it.
         failure = engine_failure() or group.exceptions[0]
     finally:
-        if pool is not None:
-            await pool.close()
-        if own_server is not None:
-            own_server.close()
-        for request_queue in queues:
-            await request_queue.close()
-        for remote in remotes:
-            await remote.close()
+        await closing.aclose()
     # Outside the handler: an error whose context is the group that contains it cannot be pickled.
     raise failure
 
@@ -243,7 +240,6 @@ class _Plan:
         return cls(workflows, frozenset(sandboxed), spec)
 
     def kinds(self, task: Task) -> tuple[str, ...]:
-        """Kinds of slots that a rollout of the task takes; see SharedSlots."""
         sandboxed = (task.workflow, task.reward_fn) in self.sandboxed
         return (SLOT, task.workflow, _SANDBOX) if sandboxed else (SLOT, task.workflow)
 
@@ -283,8 +279,7 @@ class _RunningUnit:
         self._slots.limit(limits | {_SANDBOX: explorer.sandbox.max_processes})
         # One event per rollout, so that rollouts run in the order of the slots, not in that of wake-ups.
         self._admitted = {rollout.key: asyncio.Event() for rollout in rollouts}
-        self._num_admitted = 0
-        self._all_admitted = asyncio.Event()
+        self._num_admitted, self._all_admitted = 0, asyncio.Event()
         self._task_began: dict[int, float] = {}
         """Time at which the first rollout of each task was admitted."""
         self._of_task: dict[int, list[Rollout]] = {}
@@ -391,7 +386,6 @@ class SharedLoop:
         threading.Thread(target=self._run, name="rollouts", daemon=True).start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine on the loop; thread-safe."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:

@@ -100,7 +100,6 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
             worker.log_event(ADMITTED_TOPIC, key)
             secede()
 
-        # Roll out and commit: a group is committed when it is done or with its neighbors, see UnitWriter.
         with (
             _cache.under_way(exact=unit.weights.exact),
             UnitWriter(
@@ -129,24 +128,16 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
         result.sums.put(auxiliary_sums(config, outcome))
         result.sums.put({"wait_s": served.wait_s, "load_s": served.load_s, "generate_s": outcome.engine_s})
         result.sums.weights["engine_s"] = _cache.count_time(began_s)
-        if served.engine is not None:
-            request_s, used_s = served.engine.take_use()
-            if used_s:
-                result.sums.put({"occupancy": request_s}, "slot_s")
-                result.sums.weights["slot_s"] = used_s * _cache.num_slots
-        return replace(
-            result,
-            shards=tuple(name.text for name in names),
-            version=served.weights.version,
-            worker=worker.address,
-            note=_cache.take_note(),
-        )
+        request_s, used_s = (0.0, 0.0) if served.engine is None else served.engine.take_use()
+        if used_s:
+            result.sums.put({"occupancy": request_s}, "slot_s")
+            result.sums.weights["slot_s"] = used_s * _cache.num_slots
+        shards, version = tuple(name.text for name in names), served.weights.version
+        return replace(result, shards=shards, version=version, worker=worker.address, note=_cache.take_note())
 
 
 def warm_up(run: EngineRequest) -> None:
-    """Start the engines of this worker and load the newest weights, so that its first work unit starts at once. Raises:
-    as `run_rollouts`.
-    """
+    """Start the engines of this worker and load the newest weights, for its first unit. Raises: as `run_rollouts`."""
     with _cache.start_lock(make_cancel_check()), _ending_turn():
         storage = open_storage(run.url)
         config = _cache.open(storage, run.config_fingerprint)
@@ -184,8 +175,6 @@ def own_engine(run: EngineRequest, is_cancelled: Callable[[], bool]) -> Iterator
 
 @dataclass(frozen=True)
 class _Served:
-    """Engine of a unit, with its weights."""
-
     engine: EngineClient | None
     """None: the policy is a model behind an API."""
     weights: Published
@@ -218,7 +207,6 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
         _cache.wait_until_idle()
     began = time.monotonic()
     published = _wait_for_weights(storage, unit, config)
-
     if _cache.is_busy:
         # Load without interrupting the running units, or take the weights that they use, or wait for their end.
         may_load = config.synchronizer.load_in_flight and not unit.weights.exact and _cache.may_load_in_flight
@@ -232,7 +220,7 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
         began = time.monotonic()
         published = _wait_for_weights(storage, unit, config)  # newer ones may exist by now
 
-    # The engine is idle, and stays idle as long as this unit has the start lock.
+    # The engine stays idle as long as this unit has the start lock.
     with _ending_what_hangs(engine):
         if published is not None:
             published = _fetch(storage, engine, published, config)
@@ -427,7 +415,6 @@ def _roll_out(
 
 
 def _group_filter(unit: RolloutTask, config: Config) -> Callable[[list[Experience]], list[Experience]] | None:
-    """Function that applies the operators to a group, if they run before the commit."""
     section = config.data_processor.experience_pipeline
     if section.stage != "commit" or not section.operators or unit.is_eval:
         return None

@@ -72,7 +72,6 @@ class RolloutTask(EngineRequest):
 
     @property
     def key(self) -> UnitKey:
-        """Identifier of the unit in its run."""
         return self.folder, self.explore_step, self.unit_index
 
 
@@ -88,7 +87,6 @@ class Sums:
     weights: dict[str, float] = field(default_factory=dict)
 
     def put(self, sums: Mapping[str, float], weight: str = "") -> None:
-        """Set the sums of some metrics, which share a weight."""
         self.sums |= {name: (float(value), weight) for name, value in sums.items()}
 
     def __add__(self, other: Sums) -> Sums:
@@ -124,7 +122,6 @@ class RolloutResult:
 
     @property
     def auxiliary_sums(self) -> dict[str, float]:
-        """Use of auxiliary models; see `auxiliary_sums`."""
         sums = self.sums.sums.items()
         return {name: value for name, (value, weight) in sums if name.startswith(AUXILIARY) and not weight}
 
@@ -243,7 +240,6 @@ def num_sampled_tokens(row: Experience) -> int:
 
 
 def rollout_status(rows: Sequence[Experience]) -> Status:
-    """Status of a rollout: truncated if any trainable row is, else ok if any row is trainable, else the first row's."""
     trainable = [row.status for row in rows if row.status.trainable]
     if not trainable:
         return rows[0].status

@@ -172,7 +172,6 @@ class WorkerCache:
 
     @property
     def num_slots(self) -> int:
-        """Current number of slots of the engine."""
         return self._num_slots or self._config.slots_per_engine
 
     def count_time(self, began_s: float) -> float:
@@ -245,9 +244,8 @@ class WorkerCache:
 
     def release_device(self) -> None:
         """Let all engines release devices that they share, because a work unit has ended."""
-        for engine in (self._engine, *tuple(self._auxiliary_engines.values())):
-            if engine is not None:
-                engine.release_device()
+        for engine in filter(None, (self._engine, *tuple(self._auxiliary_engines.values()))):
+            engine.release_device()
 
     def take_note(self) -> str:
         """Message for the user since the last call, one sentence. "": none."""
@@ -255,12 +253,10 @@ class WorkerCache:
         return note
 
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the policy. Raises: DataError: the model folder has none."""
         self._tokenizer = self._tokenizer or load_tokenizer(self._config)
         return self._tokenizer
 
     def images(self) -> ImageProcessor | None:
-        """Image processor of the policy. None: the tasks have no images."""
         if self._images is None and self._config.reads_images:
             model = self._config.model
             self._images = ImageProcessor(model.model_path, trust_remote_code=model.trust_remote_code)
@@ -277,7 +273,6 @@ class WorkerCache:
         return self._tasksets[name]
 
     def operators(self) -> list[Operator]:
-        """Operators that run before the commit, with their state. Raises: UserError."""
         if self._operators is None:
             # Late: it imports torch, which this process needs only for operators.
             from rftdask.buffer.batches.operator_pipeline import operators_of
@@ -289,8 +284,7 @@ class WorkerCache:
         """Running fork server of `spec`. Raises: UserError: a plug-in cannot be imported."""
         kept = self._fork_servers
         # Pop and insert again, so that the dict is in the order of use.
-        fork_server = kept.pop(spec, None)
-        if fork_server is not None and not fork_server.alive():
+        if (fork_server := kept.pop(spec, None)) is not None and not fork_server.alive():
             fork_server.close()
             fork_server = None
         # Least recently used first. Overlapping units may need more than _MAX_FORK_SERVERS.
@@ -317,8 +311,7 @@ class WorkerCache:
 
     def remote_model(self, name: str) -> RemoteModel:
         """Model behind an API by name, for the running event loop. Raises: UserError: see RemoteModel."""
-        config = self._config
-        section = remote_models(config)[name]
+        config, section = self._config, remote_models(self._config)[name]
         service = config.model.external_model
         # All work units of a worker share one rate limit, an equal part of the service's limit.
         share, per_minute = 1 / config.explorer.most_workers, (section.requests_per_minute, section.tokens_per_minute)
@@ -372,14 +365,12 @@ class WorkerCache:
         return engines
 
     def timeout_s(self, explore_step: int) -> float:
-        """Time limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
         explorer = self._config.explorer
         with self._ended:  # other units add to them
             times_s = dict(self._task_times_s)
         return attempt_timeout_s(explorer.dynamic_timeout, explorer.max_timeout, times_s, explore_step)
 
     def add_task_times(self, explore_step: int, task_times_s: Sequence[float]) -> None:
-        """Record how long the tasks of a step took."""
         with self._ended:
             self._task_times_s.setdefault(explore_step, []).extend(task_times_s)
             # Forget the oldest steps, whose weights were weaker and took other times.

@@ -52,7 +52,6 @@ class StreamedText:
         """Characters sent."""
 
     def add_tokens(self, tokens: Sequence[int]) -> None:
-        """Append tokens and send the text that became certain."""
         self._tokens += tokens
         before = self._tokenizer.decode(self._tokens[self._context : self._known], skip_special_tokens=True)
         with_new = self._tokenizer.decode(self._tokens[self._context :], skip_special_tokens=True)
@@ -83,7 +82,6 @@ class EventStream:
         self._name, self._created, self._number = uuid.uuid4().hex, int(time.time()), 0
 
     def add_text(self, choice: int, part: Part, text: str) -> None:
-        """See OnText."""
         self._pending.append((choice, part, text))
         self.has_text.set()
 

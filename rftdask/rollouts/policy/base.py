@@ -110,7 +110,6 @@ class PolicyHandle(ModelHandle, PolicyModel):
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises: ValueError: there are none."""
     if not messages:
         raise ValueError("chat() needs at least one message {role, content}")
 

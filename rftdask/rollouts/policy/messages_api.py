@@ -123,7 +123,6 @@ def _function(tool: Any) -> dict[str, Any]:
 
 
 def as_answer(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a chat completion into a Message."""
     [choice] = completion["choices"]
     message = choice["message"]
     content: list[dict[str, Any]] = []

@@ -105,7 +105,6 @@ MODELS = OpenAIAnswer(200, {"object": "list", "data": [_MODEL]})
 
 
 def model_of(name: str) -> OpenAIAnswer:
-    """Return the answer to GET /v1/models/NAME."""
     if name == _MODEL["id"]:
         return OpenAIAnswer(200, _MODEL)
     return refusal(f"model {name!r:.100} does not exist; use {_MODEL['id']}", "model", "model_not_found", status=404)
@@ -124,8 +123,6 @@ class Form:
 
 @dataclass(frozen=True)
 class OpenAIRequest:
-    """A checked request, in the terms of `PolicyModel`."""
-
     path: Literal["chat/completions", "completions"]
     model: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -452,7 +449,6 @@ class TextDelta(dict[str, Any]):
 
 
 def pieces(text: str) -> list[str]:
-    """Split a text into the pieces of a stream."""
     return re.findall(rf"(?s).{{1,{_PIECE_LENGTH}}}", text)
 
 

@@ -93,8 +93,6 @@ class ModelUse:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """An engine, with everything needed to call it with text."""
-
     queue: RequestQueue
     tokenizer: Tokenizer
     sampling: SamplingParams
@@ -145,8 +143,6 @@ class _Prompt:
 
 @dataclass(frozen=True)
 class Call:
-    """An answered call of the policy."""
-
     prompt_text: str
     """Rendered prompt before any truncation."""
     prompt_truncated: bool
@@ -323,7 +319,6 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         return self.timer("generate")
 
     def count_tokens(self, name: str, model: Served, body: Any) -> OpenAIAnswer:
-        """Raises: the errors that `openai` answers."""
         if not isinstance(model, ServedModel):
             return openai_api.refusal("token counts are not available for a model behind an API", status=404)
         request = _read_request(CHAT, body, model)
@@ -529,7 +524,6 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         return next((turn for turn in longest_first if prompt.startswith(self._sequence(turn))), None)
 
     def _sequence(self, turn: int) -> str:
-        """Return the rendered prompt and answer of a call of the policy."""
         if turn not in self._sequences:
             call = self._calls[turn]
             assert isinstance(self._served, ServedModel)
@@ -575,7 +569,6 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         return response
 
     def _next_turn(self, name: str, request_seed: str | None = None) -> tuple[int, int]:
-        """Return (turn, seed) of the next call of a model."""
         # The uid contains the policy's turns, so calls of judges in between leave no gaps.
         turn = self._num_turns if name == POLICY else self._num_calls
         self._num_turns += name == POLICY

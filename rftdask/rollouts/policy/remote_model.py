@@ -80,7 +80,6 @@ class RateLimit:
 
     @property
     def paused_s(self) -> float:
-        """Remaining seconds of a pause."""
         return max(0.0, self._paused_until_s - self._clock())
 
     def reserve(self, num_tokens: float) -> Reservation:
@@ -110,7 +109,6 @@ class RateLimit:
             return reservation
 
     def settle(self, reservation: Reservation, num_tokens: float) -> None:
-        """Replace the reserved tokens by the tokens that the request used."""
         with self._lock:
             self._num_tokens += (num_tokens - reservation.num_tokens) * reservation.counts
             reservation.num_tokens = num_tokens
@@ -148,8 +146,6 @@ class RemoteAnswer:
 
 
 class RemoteModel:
-    """One remote model, used on one event loop."""
-
     def __init__(
         self,
         name: str,
@@ -271,7 +267,6 @@ class RemoteModel:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _reserve(self, num_tokens: float) -> Reservation:
-        """Wait until the rate limit allows a request."""
         while True:
             reservation = self._limit.reserve(num_tokens)
             await asyncio.sleep(max(0.0, reservation.at_s - time.monotonic()))

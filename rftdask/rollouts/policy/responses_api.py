@@ -114,7 +114,6 @@ def _text(content: Any) -> Any:
 
 
 def as_answer(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a chat completion into the Response to the request `body`."""
     [choice] = completion["choices"]
     message, name = choice["message"], completion["id"].rpartition("-")[2]
     is_cut = choice["finish_reason"] == "length"

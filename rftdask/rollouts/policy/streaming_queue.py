@@ -30,8 +30,6 @@ request from the engine. Errors of the futures fail the whole work unit."""
 
 @dataclass(frozen=True)
 class Streaming:
-    """An engine that accepts requests while others are running."""
-
     submit: Submit
     timeout_s: float
     """Longest silence while requests are running."""

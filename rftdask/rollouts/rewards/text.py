@@ -33,7 +33,6 @@ def format_reward(response: str, truth: str, task: Task) -> Reward:
 
 
 def follows_format(response: str) -> bool:
-    """Return True if a thought is followed by one answer, which ends the response."""
     _, opened, rest = response.partition("<think>")
     _, closed, rest = rest.partition("</think>")
     rest = rest.strip() if opened and closed else ""

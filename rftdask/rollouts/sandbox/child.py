@@ -260,7 +260,6 @@ def _folder(pid: int) -> str:
 
 
 def _children() -> set[int]:
-    """Pids of the children of this process, including those to be reaped."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return set(map(int, file.read().split()))
 

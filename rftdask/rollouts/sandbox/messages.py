@@ -61,8 +61,6 @@ class Fork:
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill a fork and all processes that it started."""
-
     pid: int
 
 
@@ -75,8 +73,6 @@ class Imported:
 
 @dataclass(frozen=True)
 class Ended:
-    """A fork has ended."""
-
     pid: int
     code: int
     """Exit code as of `os.waitstatus_to_exitcode`; negative: the signal that killed it."""
@@ -95,8 +91,6 @@ FROM_FORK_SERVER: Codec[FromForkServer] = Codec(Imported, Ended)
 
 @dataclass(frozen=True)
 class Run:
-    """Begin the fork's attempt."""
-
     workflow: str
     task: bytes
     """A pickled Task."""
@@ -119,8 +113,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """More text of the streamed response to the `Ask` with this number."""
-
     number: int
     choice: int
     part: Part
@@ -148,15 +140,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class SetState:
-    """State of the rollout; see PolicyModel.set_state."""
-
     values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The attempt ended well."""
-
     reward: Any
     """A `Reward`, decoded without checks (`read_reward`): the worker reports a value that is not a number."""
     times: Mapping[str, float]
@@ -165,8 +153,6 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The attempt ended with an error."""
-
     error: str
     """Name of the exception's class."""
     text: str
@@ -174,7 +160,6 @@ class Failed:
 
 
 def read_reward(fields: Any) -> Reward:
-    """Raises: TypeError: not the fields of a reward."""
     return Reward(**{**fields, "steps": tuple(Step(**step) for step in fields["steps"])})
 
 

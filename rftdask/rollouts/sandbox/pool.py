@@ -184,7 +184,6 @@ class ForkServer:
             raise SandboxLostError(f"the process that starts sandboxes is gone: {error}") from error
 
     def read_events(self) -> None:
-        """Record the ends of forks."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while packet := self._control.recv(1 << 16):
                 event = messages.FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
@@ -193,7 +192,6 @@ class ForkServer:
                     self.taken[event.pid] = event
 
     def end(self) -> None:
-        """Kill it and all forks."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # a group: bwrap is two processes
         self._process.wait()
@@ -210,7 +208,6 @@ class ForkServer:
         loop.add_reader(self._control.fileno(), self.read_events)
 
     def unlisten(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Undo one `listen`."""
         with self._pools:
             self._num_pools -= 1
             if self._num_pools:
@@ -245,7 +242,6 @@ class SandboxPool:
         self._fork_server = fork_server
         self._loop = asyncio.get_running_loop()
         self._starting = asyncio.Semaphore(_MAX_STARTING)
-        self._is_open = True
         fork_server.listen(self._loop)
 
     async def attempt(self, workflow: str, task: Task, model: PolicyHandle) -> Reward:
@@ -270,11 +266,9 @@ class SandboxPool:
             where = " ({}:{} {})".format(*places[-1]) if places else ""
         raise SandboxError(f"{outcome.error}: {outcome.text}{where}")
 
-    async def close(self) -> None:
-        """Stop listening to the fork server. Idempotent."""
-        if self._is_open:
-            self._is_open = False
-            self._fork_server.unlisten(self._loop)
+    def close(self) -> None:
+        """Stop listening to the fork server."""
+        self._fork_server.unlisten(self._loop)
 
 
 def pickled(task: Task) -> bytes:

@@ -27,8 +27,6 @@ from rftdask.engines.base import SamplingParams as SamplingParams
 
 @dataclass(frozen=True)
 class Response:
-    """An answer of a model, with its tokens."""
-
     text: str
     """Decoded response without special tokens."""
     prompt_tokens: tuple[int, ...]

@@ -33,11 +33,9 @@ class Episode:
 
     @property
     def total(self) -> float:
-        """Sum of the steps' rewards."""
         return sum(step.reward or 0.0 for step in self.steps)
 
     def as_reward(self, value: float, **metrics: float) -> Reward:
-        """Return the reward of the rollout with the metric num_turns and the given ones."""
         return Reward(value, {"num_turns": float(len(self.steps)), **metrics}, self.steps)
 
 

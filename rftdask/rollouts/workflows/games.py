@@ -242,5 +242,4 @@ def find_games(folder: str) -> list[str]:
 
 
 def draw(choices: Sequence[Any], task: Task) -> Any:
-    """Return the choice selected by the row's `seed` or the task's index."""
     return choices[seed_of(task) % len(choices)]

@@ -38,7 +38,6 @@ class Grid:
 
     @property
     def is_won(self) -> bool:
-        """True at the goal."""
         row, column = self.at
         return self.rows[row][column] == "G"
 

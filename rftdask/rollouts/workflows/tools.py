@@ -113,7 +113,6 @@ async def calculator_workflow(task: Task, model: PolicyModel) -> Reward:
 
 
 def call_tool(call: ToolCall) -> str:
-    """Run a tool. Returns: its result or an error, as text."""
     if call.name != "calculator":
         return f"error: there is no tool {call.name!r:.40}; there is calculator"
     # The policy may write any JSON.
