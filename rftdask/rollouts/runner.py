@@ -222,10 +222,9 @@ class _Plan:
         modules = {workflows[n].module if n in workflows else module_of(rewards[n]) for n in needed}
         modules |= {m for n in needed for m in (workflows[n].requires if n in workflows else requires(rewards[n]))}
         if "__main__" in modules:
-            raise UserError(
-                f"one of {', '.join(sorted(needed))} is defined in a script or notebook, so no other process can "
-                "import it; move it to a module, or declare it in_process=True"
-            )
+            text = "is defined in a script or notebook, so no other process can import it"
+            advice = "move it to a module, or declare it in_process=True"
+            raise UserError(f"one of {', '.join(sorted(needed))} {text}; {advice}")
         memory_gb = explorer.sandbox.max_memory_gb
         spec = SandboxSpec(
             workflows=tuple(sorted({workflow for workflow, _ in sandboxed})),

@@ -140,10 +140,8 @@ class AnswerParser:
             advice = "set explorer.rollout_model.reasoning_parser"
             raise UserError(f"answers can be guided only if thoughts are in <think>; {advice}")
         if are_calls and self._calls_name != "hermes":
-            raise UserError(
-                f"calls can be guided only as JSON within <tool_call>, not as {self._calls_name!r}; "
-                "set explorer.rollout_model.tool_call_parser"
-            )
+            text = f"calls can be guided only as JSON within <tool_call>, not as {self._calls_name!r}"
+            raise UserError(f"{text}; set explorer.rollout_model.tool_call_parser")
         # No free choice of spaces: a barely trained policy would write them forever.
         spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         answer = f"%json {json.dumps({**schema, 'x-guidance': spaces})}"

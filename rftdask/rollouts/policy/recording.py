@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 import re
-from abc import abstractmethod
+import weakref
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -177,12 +177,9 @@ def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
 class _RecordedModel(ModelHandle):
     """One model of an attempt: the policy or an auxiliary model."""
 
-    _name: str
-    _served: Served
-
-    @property
-    @abstractmethod
-    def _attempt(self) -> RecordingModel: ...
+    def __init__(self, attempt: RecordingModel, name: str, served: Served) -> None:
+        super().__init__()
+        self._attempt, self._name, self._served = attempt, name, served
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
         check_messages(messages)
@@ -195,10 +192,8 @@ class _RecordedModel(ModelHandle):
                 prompt = _render(self._served.tokenizer, messages, {"tools": tools} if tools else {})
             except Exception as error:  # a template may raise anything
                 taskset, *_, index = self._attempt.group_id.split("/")
-                raise ValueError(
-                    f"the chat template cannot render the messages (taskset {taskset}, row {index}): "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+                text = f"the chat template cannot render the messages (taskset {taskset}, row {index})"
+                raise ValueError(f"{text}: {type(error).__name__}: {error}") from error
             _check_grammar(options)
             return (await self._attempt.sample(self._name, self._served, prompt, options))[1]
 
@@ -211,11 +206,10 @@ class _RecordedModel(ModelHandle):
 
     async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
         with self._attempt.begin_call():
-            if isinstance(self._served, ServedRemote):
-                raise RuntimeError("a model behind an API cannot score given tokens")
             model = self._served
-            if model.logprobs_batch is None:
-                raise RuntimeError("this engine cannot score given tokens")
+            if isinstance(model, ServedRemote) or model.logprobs_batch is None:
+                kind = "a model behind an API" if isinstance(model, ServedRemote) else "this engine"
+                raise RuntimeError(f"{kind} cannot score given tokens")
             # Tokenized separately, as in a rollout, where the response is sampled after the complete prompt.
             prompt_tokens, _ = _limited(model, _encode_raw(model.tokenizer, prompt))
             tokens = encode_hidden(model.tokenizer, *hide_special(model.tokenizer, response))
@@ -246,16 +240,6 @@ class _RecordedModel(ModelHandle):
                 return openai_api.refusal(f"{type(error).__name__}: {error}")
 
 
-class _AuxiliaryModel(_RecordedModel):
-    def __init__(self, attempt: RecordingModel, name: str, served: Served) -> None:
-        super().__init__()
-        self._of_attempt, self._name, self._served = attempt, name, served
-
-    @property
-    def _attempt(self) -> RecordingModel:
-        return self._of_attempt
-
-
 class RecordingModel(_RecordedModel, PolicyHandle):
     """A `PolicyModel` for one attempt.
 
@@ -272,9 +256,10 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         group_id: str,
         run_seed: int,
     ) -> None:
-        models = {name: _AuxiliaryModel(self, name, served) for name, served in (auxiliary or {}).items()}
+        models = {name: _RecordedModel(self, name, served) for name, served in (auxiliary or {}).items()}
         PolicyHandle.__init__(self, models)
-        self._name, self._served = POLICY, policy
+        # A weak reference, so that an attempt is freed at its end.
+        self._attempt, self._name, self._served = weakref.proxy(self), POLICY, policy
         self._key, self.group_id, self._run_seed = key, group_id, run_seed
         self._calls: dict[int, Call] = {}
         # Rendered prompt and answer by turn, computed when a later prompt is compared with them.
@@ -286,10 +271,6 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         self._closed = False
         # Text that the policy sampled, by the parsed message that was made of it.
         self._sampled_texts: dict[str, str] = {}
-
-    @property
-    def _attempt(self) -> RecordingModel:
-        return self
 
     @property
     def calls(self) -> list[Call]:
@@ -757,10 +738,8 @@ def _encode(model: ServedModel, text: str, hidden: Mapping[str, str], images: Se
     text, *parts = re.split(f"({'|'.join(map(re.escape, placeholders.values()))})", text)
     expected = [placeholders[model.images.placeholder_of(name)] for name in images]
     if parts[::2] != expected:
-        raise ValueError(
-            f"the chat template wrote {len(parts) // 2} of {len(images)} images and videos, or reordered them; it must "
-            "support {'type': 'image'} and {'type': 'video'} parts"
-        )
+        text = f"the chat template wrote {len(parts) // 2} of {len(images)} images and videos, or reordered them"
+        raise ValueError(f"{text}; it must support {{'type': 'image'}} and {{'type': 'video'}} parts")
     tokens = encode_hidden(model.tokenizer, text, hidden)
     for name, part in zip(images, parts[1::2], strict=True):
         tokens += [*model.images.tokens(name), *encode_hidden(model.tokenizer, part, hidden)]
@@ -778,9 +757,7 @@ def _limited(model: ServedModel, tokens: list[int]) -> tuple[list[int], bool]:
     if limit is None or len(tokens) <= limit:
         return tokens, False
     if not model.limits.enable_prompt_truncation:
-        raise PromptTooLongError(
-            f"prompt of {len(tokens)} tokens exceeds max_prompt_tokens {limit}; raise it, shorten the prompt, "
-            "or set model.enable_prompt_truncation for rollouts"
-        )
+        advice = "raise it, shorten the prompt, or set model.enable_prompt_truncation for rollouts"
+        raise PromptTooLongError(f"prompt of {len(tokens)} tokens exceeds max_prompt_tokens {limit}; {advice}")
     # The end is kept, because it usually holds the question.
     return tokens[-limit:], True

@@ -129,10 +129,9 @@ def check_service(model_name: str, service: ExternalModelConfig) -> None:
         raise UserError("a model behind an API needs the package 'openai'; install it: pip install 'rftdask[openai]'")
     for variable, content in ((service.base_url_env, "address"), (service.api_key_env, "key")):
         if not os.environ.get(variable):
-            raise UserError(
-                f"environment variable {variable} is not set; set it to the {content} of the service of model "
-                f"{model_name!r} (model.external_model), or to any text if the service needs none"
-            )
+            advice = f"set it to the {content} of the service of model {model_name!r} (model.external_model)"
+            text = f"{advice}, or to any text if the service needs none"
+            raise UserError(f"environment variable {variable} is not set; {text}")
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,8 @@ math_dapo_reward.needs_num_tokens = True  # type: ignore[attr-defined]
 def overlong_penalty(num_tokens: int, max_length: int, cache_length: int, factor: float) -> float:
     """0 up to max_length - cache_length tokens, then falling linearly to -factor at max_length, and -factor beyond."""
     if not 0 < cache_length < max_length:
-        raise ValueError(
-            f"math_dapo_reward: 0 < cache_length {cache_length} < max_response_length {max_length} must hold "
-            "(reward_fn_args, with enable_overlong_penalty)"
-        )
+        bounds = f"0 < cache_length {cache_length} < max_response_length {max_length} must hold"
+        raise ValueError(f"math_dapo_reward: {bounds} (reward_fn_args, with enable_overlong_penalty)")
     over = num_tokens - (max_length - cache_length)
     return -factor * min(max(over / cache_length, 0.0), 1.0)
 

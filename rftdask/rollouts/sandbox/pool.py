@@ -83,7 +83,6 @@ class ForkServer:
         """True if it was closed while pools listened, whose event loop still watches the socket."""
         self._failures: Counter[str] = Counter()
         """Number of failures by error and code location."""
-        self._spare: tuple[socket.socket, int] | None = None
         path = tuple(path or os.getcwd() for path in sys.path)
         read = (*path, *spec.plugin_dirs, os.getcwd())
         wrapped = bwrap_command(read, network=spec.network) if spec.bubblewrap else ()
@@ -124,7 +123,6 @@ class ForkServer:
                 raise UserError(reply.problem)
             raise RoleError(f"the process that imports {names} died: {tail}")
         self._control.setblocking(False)
-        self._spare = self._fork()
 
     def log_failure(self, failure: messages.Failed) -> None:
         """Log a failure with its traceback the first time, and its count after 10, 100, 1000, ... equal ones."""
@@ -143,15 +141,8 @@ class ForkServer:
         """False after its death, when a new one is needed."""
         return self._process.poll() is None
 
-    def take(self) -> tuple[socket.socket, int]:
-        """Take a fork. Returns: its stream and its output pipe. Raises: SandboxLostError: the fork server is dead."""
-        # A spare fork is started ahead for the next call.
-        taken, self._spare = self._spare or self._fork(), None
-        with contextlib.suppress(SandboxLostError):  # the next call raises it
-            self._spare = self._fork()
-        return taken
-
-    def _fork(self) -> tuple[socket.socket, int]:
+    def fork(self) -> tuple[socket.socket, int]:
+        """Start a fork. Returns: its stream and its output pipe. Raises: SandboxLostError: the fork server is dead."""
         near, far = socket.socketpair()
         output, far_output = os.pipe()
         try:
@@ -224,10 +215,6 @@ class ForkServer:
                 self.end()
                 return
         self._control.close()  # the fork server then kills its forks and ends
-        if self._spare is not None:
-            self._spare[0].close()
-            os.close(self._spare[1])
-            self._spare = None
         try:
             self._process.wait(_CLOSE_WAIT_S)
         except subprocess.TimeoutExpired:
@@ -299,8 +286,8 @@ class _Process:
 
     @classmethod
     async def start(cls, fork_server: ForkServer) -> _Process:
-        """Take a fork and wait until it has begun. Raises: SandboxError; SandboxLostError: the fork server ended."""
-        near, output = fork_server.take()
+        """Start a fork and wait until it has begun. Raises: SandboxError; SandboxLostError: the fork server ended."""
+        near, output = fork_server.fork()
         try:
             # The streams own the socket, even after an error; close only the pipe.
             streams = await asyncio.open_connection(sock=near)
@@ -317,9 +304,8 @@ class _Process:
         except TimeoutError:
             process.kill()
             fork_server.end()
-            raise SandboxLostError(
-                f"no sandbox process began within {BEGIN_TIMEOUT_S:g} s; the process that starts them was ended"
-            ) from None
+            text = f"no sandbox process began within {BEGIN_TIMEOUT_S:g} s; the process that starts them was ended"
+            raise SandboxLostError(text) from None
         except BaseException:
             process.kill()
             raise
