@@ -44,8 +44,7 @@ from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
-from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.policy.streaming_queue import Streaming
+from rftdask.rollouts.policy.request_queues import GenerateBatch, Streaming
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow

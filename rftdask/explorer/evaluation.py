@@ -63,15 +63,11 @@ class EvaluationQueue:
         """(version, number of the taskset) of complete evaluations."""
         self._num_open: dict[tuple[int, int], int] = {}
         """Number of running or waiting units by (version, number of the taskset)."""
-        self._waiting: deque[RolloutTask] = deque()
+        self.waiting: deque[RolloutTask] = deque()
         self._auxiliary_sums: dict[tuple[str, int], dict[str, float]] = {}
         """Use of auxiliary models by evaluations that are not recorded yet, by (folder of the log, version)."""
         self._oldest = 0
         """Oldest version whose weights existed at the call of `read`."""
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def read(self) -> None:
         """Find complete evaluations, and record those without metrics. Versions whose weights are gone are skipped."""
@@ -81,7 +77,6 @@ class EvaluationQueue:
             units: dict[int, set[int]] = {}
             for name in open_log(self._storage, self._config, f"eval/{taskset.name}").shards(0):
                 units.setdefault(name.explore_step, set()).add(name.unit)
-            # Rounded up: the last unit may be smaller.
             num_units = -(-self._sizes[number] // self._tasks_per_unit[number])
             self._done |= {(version, number) for version, indices in units.items() if len(indices) == num_units}
         # The driver may have died between the last unit and the metrics; bench reports earlier evaluations again.
@@ -107,10 +102,7 @@ class EvaluationQueue:
             # Exact: an evaluation measures one version, not the newest when its unit runs.
             weights, folder = WeightRequirement(version, exact=True), f"eval/{taskset.name}"
             for unit_index, part in enumerate(parts):
-                self._waiting.append(self._make_unit(folder, version, unit_index, part, taskset.repeat_times, weights))
-
-    def take(self) -> RolloutTask:
-        return self._waiting.popleft()
+                self.waiting.append(self._make_unit(folder, version, unit_index, part, taskset.repeat_times, weights))
 
     def count(self, unit: RolloutTask, auxiliary_sums: Mapping[str, float]) -> None:
         """Add the use of auxiliary models by a unit (`RolloutResult.auxiliary_sums`), which rows do not contain."""
@@ -130,11 +122,11 @@ class EvaluationQueue:
             self._record_from_log(self._tasksets[key[1]].name, unit.explore_step)
 
     def is_empty(self, newest: int, ended_at: int | None) -> bool:
-        return not self._waiting and next(self._due(newest, ended_at), None) is None
+        return not self.waiting and next(self._due(newest, ended_at), None) is None
 
     def versions_in_use(self, newest: int, ended_at: int | None) -> list[int]:
         """Versions whose weights units need that do not run yet."""
-        waiting = [unit.weights.version for unit in self._waiting]
+        waiting = [unit.weights.version for unit in self.waiting]
         return waiting + [version for version, _ in self._due(newest, ended_at)]
 
     def _due(self, newest: int, ended_at: int | None) -> Iterator[tuple[int, int]]:
@@ -151,7 +143,6 @@ class EvaluationQueue:
                 # From the oldest existing weights on; those of earlier versions were removed.
                 first = -(-self._oldest // self._interval) * self._interval or self._interval
                 versions.extend(range(first, newest + 1, self._interval))
-            # The last weights are always evaluated.
             if self._config.has_both_roles and ended_at and ended_at not in versions:
                 versions.append(ended_at)
         for key in product(versions, range(len(self._tasksets))):
@@ -174,7 +165,6 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
     """
     # One shard per unit, if several contain the same rollouts.
     shards = {name.unit: name for name in log.shards(version) if name.explore_step == version}
-    # Metrics of a rollout, by task and rollout.
     tasks: dict[int, dict[int, dict[str, float]]] = {}
     num_rows = 0
     row_sums: dict[str, float] = {}
@@ -198,7 +188,6 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
     counts = {metric: sum(map(len, values)) for metric, values in by_name.items()}
     means = {metric: sum(map(sum, values)) / max(1, counts[metric]) for metric, values in by_name.items()}
     means |= {f"{metric}{COUNT}": float(count) for metric, count in counts.items() if count < num_rollouts}
-    # Without a metric accuracy, the reward is the accuracy.
     means.setdefault("accuracy", means["reward"])
     means |= {metric: total / num_rows for metric, total in row_sums.items()}
     means["num_rollouts"] = float(num_rollouts)

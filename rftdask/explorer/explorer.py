@@ -228,7 +228,6 @@ class Explorer:
         if self._evaluates:
             self._evals.read()
         self._look_for_weights()
-        # Workers report which tasks they begin, which have all their slots, and requests to end.
         self._client.subscribe_topic(BEGAN_TOPIC, lambda message: self._crashes.began(*message[1]))
         self._client.subscribe_topic(LEAVING_TOPIC, lambda message: self._crashes.leaves(message[1]))
         self._client.subscribe_topic(ADMITTED_TOPIC, lambda message: self._ended.put(f"{_ADMITTED}{message[1]}"))
@@ -237,7 +236,6 @@ class Explorer:
         ended: list[UnitFuture] = []
         try:
             while not self._cancelled():
-                # The window follows the workers, which come and go.
                 workers = {
                     address: int(info["resources"][EXPLORER_RESOURCE])
                     for address, info in workers_of(self._client).items()
@@ -255,8 +253,8 @@ class Explorer:
                 if self._evaluates:
                     self._evals.add_due(self._newest, self._trainer_ended_at())
                 eval_window = max(1, num_engines // 2) if self._next_unit() is not None else window
-                while num_engines and self._evals.num_waiting and self._num_waiting(is_eval=True) < eval_window:
-                    unit = self._evals.take()
+                while num_engines and self._evals.waiting and self._num_waiting(is_eval=True) < eval_window:
+                    unit = self._evals.waiting.popleft()
                     self._roll_out_rest(unit, self._crashes.begin(unit))
                 while self._retry and num_engines and self._num_waiting() < window:
                     self._submit(self._retry.pop(0))
@@ -313,7 +311,6 @@ class Explorer:
     # ---- what is done, and what is next
 
     def _read_log(self) -> None:
-        # Steps before the first open one are complete.
         first = first_open_step(self._storage, self._log)
         self._done = done_units([*self._log.shards(first), *self._log.removed(first)])
         self._complete = self._noted = first - 1
@@ -328,7 +325,7 @@ class Explorer:
         self._advance()
         self._record_steps()
         claims.look(self._done)
-        if not self._evaluates and not claims.is_others(EVALUATIONS) and claims.take(EVALUATIONS):
+        if not self._evaluates and EVALUATIONS not in claims.others and claims.take(EVALUATIONS):
             self._evaluates = True
             self._evals.read()
 
@@ -349,7 +346,7 @@ class Explorer:
             return None
         unit, moves_on = self._cursor, True
         while unit[0] <= self._num_steps:
-            is_others = self._claims is not None and self._claims.is_others(unit)
+            is_others = self._claims is not None and unit in self._claims.others
             if unit not in self._done and unit not in self._begun and not is_others:
                 break
             step, unit_index = unit
@@ -452,7 +449,6 @@ class Explorer:
         )
 
     def _roll_out_rest(self, unit: RolloutTask, suspect: CrashSuspect) -> None:
-        # Submit the rest of the unit, or complete the unit if none is left.
         if suspect.to_set_aside:
             error = f"{MAX_CRASHES} workers in a row were lost while it ran isolated"
             unit_log = open_log(self._storage, self._config, unit.folder)
@@ -628,7 +624,6 @@ class Explorer:
             # Steps overlap, so the time of a step begins at the end of the previous step, not at its first unit.
             began, self._step_ended = self._step_ended, time.monotonic()
             metrics = step_metrics(results, self._step_ended - began)
-            # Each explorer writes a row if it made any of the step's units.
             named = self._config.command_name != self._config.mode
             labels = {"explorer": self._config.explorer.name} if named else {}
             self._metrics["explorer"].write(step, metrics, **labels)
@@ -645,14 +640,13 @@ class Explorer:
     # ---- now and then
 
     def _ask_for_workers(self, num_engines: int) -> None:
-        # Request as many workers as there are runnable units; see autoscale.py.
         now, before = time.monotonic(), self._scale_rule
         if self._scale is None or now - before.seen_s < _SCALE_EVERY_S:
             return
         # More workers do not help units that wait for weights on their workers. Admitted units need only the workers
         # that they have.
         admitted = [submitted for submitted in self._under_way.values() if submitted.is_admitted]
-        backlog = min(num_engines, len(admitted)) + len(self._retry) + self._evals.num_waiting
+        backlog = min(num_engines, len(admitted)) + len(self._retry) + len(self._evals.waiting)
         for submitted in self._under_way.values():
             backlog += not submitted.is_admitted and submitted.unit.weights.version <= self._newest
         upcoming = self._next_unit()

@@ -59,8 +59,8 @@ class Claims:
         self._watch = LeaseWatch(storage, clock)
         self._claims: dict[Unit, _Claim] = {}
         """Newest claim by unit, as of the last `look`."""
-        self._others: set[Unit] = set()
-        """Units whose claim another explorer holds."""
+        self.others: set[Unit] = set()
+        """Units that another explorer held at the last `look`."""
         self.is_sole = False
         """True if claims need not be written: this explorer has no name, and saw no other at the last `look`."""
         self._unwritten: set[Unit] = set()
@@ -83,20 +83,17 @@ class Claims:
         self._claims = {unit: self._read(unit, number) for unit, number in numbers.items()}
         owners = {(claim.role, claim.lease) for claim in self._claims.values()}
         held = {owner for owner in owners if owner[0] != self._lease.role and self._watch.is_held(*owner)}
-        self._others = {
+        self.others = {
             unit
             for unit, claim in self._claims.items()
             if (claim.role, claim.lease) in held and self._looked_s - claim.seen_s < self._held_s
         }
-        for unit in [unit for unit in self._claims if unit in done and unit not in self._others]:
+        for unit in [unit for unit in self._claims if unit in done and unit not in self.others]:
             self.give_back(unit)
         while self._unwritten and not self.is_sole:
             unit = self._unwritten.pop()
-            if unit not in self._others:
+            if unit not in self.others:
                 self.take(unit)
-
-    def is_others(self, unit: Unit) -> bool:
-        return unit in self._others
 
     def take(self, unit: Unit) -> bool:
         """Claim a unit that was free at the last `look`. False: another explorer was first. Raises: StorageError."""
@@ -108,7 +105,7 @@ class Claims:
         if self._storage.put_new(_path(unit, number), json.dumps(owner).encode()):
             self._claims[unit] = _Claim(number, self._lease.role, self._lease.number, self._clock())
             return True
-        self._others.add(unit)  # until the next `look`
+        self.others.add(unit)  # until the next `look`
         return False
 
     def give_back(self, unit: Unit) -> None:

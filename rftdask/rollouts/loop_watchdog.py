@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import MutableMapping
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 _BEAT_S = 0.2
 WARN_AFTER_S = 2.0
@@ -33,7 +35,7 @@ class BlockedLoopTimeout(BaseException):
 class Watchdog:
     """Context manager that watches the running event loop. Of several on one loop only the first is active."""
 
-    _watched: ClassVar[dict[asyncio.AbstractEventLoop, list[Watchdog]]] = {}
+    _watched: ClassVar[MutableMapping[asyncio.AbstractEventLoop, list[Watchdog]]] = WeakKeyDictionary()
     """Entered watchdogs by loop; the first of each loop is active."""
 
     def __init__(self, max_block_s: float, only_within: str) -> None:
@@ -44,24 +46,21 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._loop = asyncio.get_running_loop()
-        others = self._watched.setdefault(self._loop, [])
-        others.append(self)
-        if others[0] is self:
+        self._all = self._watched.setdefault(self._loop, [])
+        self._all.append(self)
+        if self._all[0] is self:
             self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        others = self._watched[self._loop]
-        was_first = others[0] is self
-        others.remove(self)
-        if not others:
-            del self._watched[self._loop]
+        was_first = self._all[0] is self
+        self._all.remove(self)
         if was_first:
             self._ended.set()
             self._timer.cancel()
             self._thread.join()
-            if others:
-                others[0]._start()
+            if self._all:
+                self._all[0]._start()
 
     def _start(self) -> None:
         self._thread_id = threading.get_ident()

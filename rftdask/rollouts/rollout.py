@@ -24,8 +24,8 @@ from rftdask.data.task import Task
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import DataError
 from rftdask.rollouts.loop_watchdog import BlockedLoopTimeout
-from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.recording import Call, RecordingModel, rollout_seed
+from rftdask.rollouts.policy.request_queues import RolloutKey
 from rftdask.rollouts.sandbox.pool import SandboxError, SandboxLostError
 from rftdask.rollouts.workflows.base import GroupReward, PromptTooLongError, Reward, Step, WorkflowFn, as_reward
 from rftdask.storage.safe_text import encodable, mask
@@ -138,7 +138,6 @@ class Rollout:
                 raise failure
             return [self._success(calls, n, attempt, reward) for n, calls in enumerate(model.sequences)]
         finally:
-            # Also for failed attempts, which have kept the engine busy.
             self.times.generate_s += model.times.get("generate", 0.0)
             self.times.tool_s += model.times.get("tool", 0.0)
             self.times.reward_s += model.times.get("reward", 0.0)
@@ -301,7 +300,6 @@ class Rollout:
         is_turn = len(calls) == 1 and number_of_first == ordinal
         return self._row(
             *(ordinal, attempt, first.request.sampling, first.request.seed),
-            # Truncated rows are trained unless an operator drops them.
             status=Status.TRUNCATED if truncated else Status.OK,
             tokens=tokens,
             prompt_length=prompt_length,

@@ -33,10 +33,16 @@ from rftdask.errors import UserError
 from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots
 from rftdask.rollouts.loop_watchdog import BlockedLoopTimeout, Watchdog
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
-from rftdask.rollouts.policy.lockstep_queue import GenerateBatch, LockstepQueue, RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import LogprobsBatch, ModelUse, RecordingModel, Served, ServedModel, ServedRemote
 from rftdask.rollouts.policy.remote_model import RemoteModel
-from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
+from rftdask.rollouts.policy.request_queues import (
+    GenerateBatch,
+    LockstepQueue,
+    RequestQueue,
+    RolloutKey,
+    Streaming,
+    StreamingQueue,
+)
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.rollout import Rollout, RolloutTimes, max_block_s
 from rftdask.rollouts.sandbox.messages import SandboxSpec

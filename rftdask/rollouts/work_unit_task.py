@@ -147,7 +147,7 @@ def warm_up(run: EngineRequest) -> None:
         _cache.start_auxiliary(run.threads)
         # On a shared device the first unit loads them once it has the device lock.
         published = latest_published(storage)
-        if published and not (_cache.is_busy or engine.spec.device_lock_timeout_s or config.mode == "bench"):
+        if published and not (_cache.num_under_way or engine.spec.device_lock_timeout_s or config.mode == "bench"):
             with _ending_what_hangs(engine):
                 try:
                     published = engine.fetch(storage, published, 0.0, transport=_transport(storage, config))
@@ -207,9 +207,9 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
         _cache.wait_until_idle()
     began = time.monotonic()
     published = _wait_for_weights(storage, unit, config)
-    if _cache.is_busy:
+    if _cache.num_under_way:
         # Load without interrupting the running units, or take the weights that they use, or wait for their end.
-        may_load = config.synchronizer.load_in_flight and not unit.weights.exact and _cache.may_load_in_flight
+        may_load = config.synchronizer.load_in_flight and not (unit.weights.exact or _cache.num_exact)
         if may_load and published is not None and is_newer(published, engine.weights):
             with _ending_what_hangs(engine):
                 engine.load(storage, _fetch(storage, engine, published, config), in_flight=True)

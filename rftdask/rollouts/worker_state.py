@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from statistics import fmean
@@ -27,7 +28,7 @@ from rftdask.config.schema.explorer import DynamicTimeoutConfig, InferenceModelC
 from rftdask.data.images import ImageProcessor
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, with_thinking
-from rftdask.engines.base import POLICY, GenerateRequest, Generation
+from rftdask.engines.base import POLICY
 from rftdask.engines.client import LOAD_TIMEOUT_S, EngineClient, EngineSpec
 from rftdask.engines.spec import engine_spec, is_asked_in_calls, remote_models
 from rftdask.errors import DataError, RoleError
@@ -35,7 +36,7 @@ from rftdask.rollouts.auxiliary_models import SharedEngine
 from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots, slots_by_memory
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.remote_model import MAX_TIMEOUT_S, RateLimit, RemoteModel
-from rftdask.rollouts.policy.streaming_queue import Streaming
+from rftdask.rollouts.policy.request_queues import Streaming
 from rftdask.rollouts.runner import SharedLoop, TextEngine
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
@@ -69,7 +70,8 @@ class WorkerCache:
         self.mutex = threading.Lock()
         self._is_cancelled: Callable[[], bool] = lambda: False
         """Cancel check of the unit that holds the start lock."""
-        self._num_under_way = self._num_exact = 0
+        self.num_under_way = self.num_exact = 0
+        """Running units, and those of them whose weights must not change. With the start lock, 0 stays 0."""
         self._ended = threading.Condition()
         """Guards the state that units change after they have released the start lock."""
         self._last_end_s = 0.0
@@ -119,30 +121,20 @@ class WorkerCache:
     def under_way(self, *, exact: bool) -> Iterator[None]:
         """Count a unit as running. exact: its weights must not change meanwhile."""
         with self._ended:
-            self._num_under_way += 1
-            self._num_exact += exact
+            self.num_under_way += 1
+            self.num_exact += exact
         try:
             yield
         finally:
             with self._ended:
-                self._num_under_way -= 1
-                self._num_exact -= exact
+                self.num_under_way -= 1
+                self.num_exact -= exact
                 self._ended.notify_all()
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a unit runs. With the start lock, False stays False."""
-        return self._num_under_way > 0
-
-    @property
-    def may_load_in_flight(self) -> bool:
-        """True while no running unit must keep its weights."""
-        return not self._num_exact
 
     def wait_until_idle(self) -> None:
         """Wait until no unit runs. Needs the start lock. Raises: as `start_lock`."""
         with self._ended:
-            while not self._ended.wait_for(lambda: not self._num_under_way, _POLL_INTERVAL_S):
+            while not self._ended.wait_for(lambda: not self.num_under_way, _POLL_INTERVAL_S):
                 _raise_if_cancelled(self._is_cancelled)
 
     def wait_for_slot(self) -> None:
@@ -289,7 +281,7 @@ class WorkerCache:
             fork_server = None
         # Least recently used first. Overlapping units may need more than _MAX_FORK_SERVERS.
         for old, server in list(kept.items()):
-            if len(kept) >= _MAX_FORK_SERVERS and not server.in_use:
+            if len(kept) >= _MAX_FORK_SERVERS and not server.num_pools:
                 kept.pop(old, None)
                 server.close()
         kept[spec] = fork_server = fork_server or ForkServer(spec)
@@ -411,12 +403,8 @@ def text_engine(
     """The engine for rollouts, which takes requests as they come or in calls. Raises: UserError: see AnswerParser."""
     timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
 
-    async def generate(requests: list[GenerateRequest]) -> list[Generation]:
-        return await asyncio.to_thread(client.generate, requests, timeout_s)
-
-    async def logprobs(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        return await asyncio.to_thread(client.logprobs, pairs, timeout_s)
-
+    generate = partial(asyncio.to_thread, client.generate, timeout_s=timeout_s)
+    logprobs = partial(asyncio.to_thread, client.logprobs, timeout_s=timeout_s)
     streaming = Streaming(client.submit, timeout_s, str(client), lambda: client.answered_s)
     section = client.spec.section
     parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)

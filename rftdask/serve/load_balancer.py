@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.engines.client import AskedEngine
 from rftdask.errors import RoleError, WaitTimeout
-from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
-from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
+from rftdask.rollouts.policy.request_queues import RequestQueue, RolloutKey, Streaming, StreamingQueue
 
 MAX_LOSSES = 3
 """Consecutive engines that a call may lose before it is refused, because the call itself may crash them."""

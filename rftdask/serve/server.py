@@ -50,9 +50,9 @@ from rftdask.errors import UserError
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.answer_stream import OnText
 from rftdask.rollouts.policy.endpoint import ERRORS, TOO_LONG, answer_http, as_response, key_in, read_body, web_server
-from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, model_of, refusal
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
+from rftdask.rollouts.policy.request_queues import RolloutKey
 from rftdask.rollouts.rollout import Rollout
 from rftdask.rollouts.workflows.base import Reward
 from rftdask.run.lease import Lease

@@ -121,23 +121,22 @@ class _ForwardedModel(ModelHandle):
         super().__init__()
         self._policy, self._name = policy, name
 
-    async def _forward(self, method: Method, arguments: Mapping[str, Any]) -> Any:
-        return await self._policy.ask(self._name, method, arguments)
-
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
         check_messages(messages)
         arguments = {"messages": [dict(message) for message in messages], **options}
-        return cast(Response, await self._forward("chat", arguments))
+        return cast(Response, await self._policy.ask(self._name, "chat", arguments))
 
     async def generate(self, prompt: str, **sampling: Any) -> Response:
-        return cast(Response, await self._forward("generate", {"prompt": prompt, **sampling}))
+        return cast(Response, await self._policy.ask(self._name, "generate", {"prompt": prompt, **sampling}))
 
     async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
-        return tuple(await self._forward("logprobs", {"prompt": prompt, "response": response}))
+        arguments = {"prompt": prompt, "response": response}
+        return tuple(await self._policy.ask(self._name, "logprobs", arguments))
 
     async def openai(self, path: str, body: Any, on_text: OnText | None = None) -> OpenAIAnswer:
         streaming = {} if on_text is None else {"on_text": on_text}
-        return cast(OpenAIAnswer, await self._forward("openai", {"path": path, "body": body, **streaming}))
+        arguments = {"path": path, "body": body, **streaming}
+        return cast(OpenAIAnswer, await self._policy.ask(self._name, "openai", arguments))
 
 
 class ForwardingPolicy(_ForwardedModel, PolicyHandle):

@@ -42,9 +42,9 @@ from rftdask.rollouts.policy import messages_api, openai_api
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, parse_tool_calls
 from rftdask.rollouts.policy.answer_stream import TRANSLATED, OnText, StreamedText
 from rftdask.rollouts.policy.base import ModelHandle, PolicyHandle, check_messages
-from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.openai_api import CHAT, BadRequestError, OpenAIAnswer, OpenAIRequest, SampledAnswer
 from rftdask.rollouts.policy.remote_model import RemoteModel
+from rftdask.rollouts.policy.request_queues import RequestQueue, RolloutKey
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
@@ -632,7 +632,6 @@ def _bad_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, 
 def _render(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
 ) -> _Prompt:
-    # If the last message is the assistant's, the model continues it.
     (chat, options), hidden = hide_special(tokenizer, ([dict(message) for message in messages], dict(template_options)))
     continues = chat[-1]["role"] == "assistant"
     text: str = tokenizer.apply_chat_template(

@@ -191,7 +191,6 @@ class _ForkServer:
         os.close(output_fd)
 
     def _become_fork(self, output_fd: int) -> None:
-        # Give this process its own group, signals, descriptors and limits.
         os.setsid()
         die_with_parent(self._pid)
         # It adopts its orphaned descendants while it lives, because an attempt may start daemons.

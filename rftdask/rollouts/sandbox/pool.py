@@ -77,7 +77,7 @@ class ForkServer:
         """Ends of forks in use, by process id. None: running."""
         self._pools = threading.Lock()
         """Guards the two below."""
-        self._num_pools = 0
+        self.num_pools = 0
         """Number of listening pools, all on one event loop."""
         self._closes_later = False
         """True if it was closed while pools listened, whose event loop still watches the socket."""
@@ -187,21 +187,16 @@ class ForkServer:
             os.killpg(self._process.pid, signal.SIGKILL)  # a group: bwrap is two processes
         self._process.wait()
 
-    @property
-    def in_use(self) -> bool:
-        """True while a pool listens."""
-        return self._num_pools > 0
-
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read its events on the loop for one more pool. Call it in the loop's thread, like `unlisten`."""
         with self._pools:
-            self._num_pools += 1
+            self.num_pools += 1
         loop.add_reader(self._control.fileno(), self.read_events)
 
     def unlisten(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._pools:
-            self._num_pools -= 1
-            if self._num_pools:
+            self.num_pools -= 1
+            if self.num_pools:
                 return
             loop.remove_reader(self._control.fileno())
         if self._closes_later:
@@ -210,7 +205,7 @@ class ForkServer:
     def close(self) -> None:
         """End it and all forks. Idempotent."""
         with self._pools:
-            if self._num_pools:
+            if self.num_pools:
                 self._closes_later = True
                 self.end()
                 return

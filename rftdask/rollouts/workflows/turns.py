@@ -1,8 +1,4 @@
-"""Base classes of workflows with several turns. Subclasses define one turn, and the reward of the turn or the rollout.
-
-Invariant: the reward of a rollout follows from its steps' rewards by a rule of `propagate_rewards`, or is returned by
-the subclass at the end.
-"""
+"""Base classes of workflows with several turns. Subclasses define one turn, and the reward of a turn or the rollout."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from rftdask.data.supervised import PreferenceRows, Row, SftRows, TextRows
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import DataError
-from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
+from rftdask.rollouts.policy.request_queues import RolloutKey
 from tests.unit.data.test_supervised import marked
 from tests.unit.data.test_tokenizer import Echo
 from tests.unit.data.test_tokenizer import fast as chatml

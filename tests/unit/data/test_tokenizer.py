@@ -19,8 +19,8 @@ from rftdask.data.datasets import RowsDataset
 from rftdask.data.supervised import PreferenceRows, SftRows
 from rftdask.data.tokenizer import ByteTokenizer, encode_hidden, hide_special, show_hidden
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
+from rftdask.rollouts.policy.request_queues import RequestQueue, RolloutKey
 
 START, END, EOS = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 FIRST = 1000

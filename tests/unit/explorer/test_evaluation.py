@@ -117,8 +117,10 @@ def test_bench_evaluates_all_checkpoints_or_only_the_newest() -> None:
 def test_a_unit_has_at_most_the_rollouts_of_a_training_unit() -> None:
     queue, _ = make_queue(stage(), "large", "small")
     queue.add_due(newest=0, ended_at=None)
-    assert queue.num_waiting == 6
-    sizes = [(taken.folder, taken.unit_index, len(taken.tasks)) for taken in (queue.take() for _ in range(6))]
+    assert len(queue.waiting) == 6
+    sizes = [
+        (taken.folder, taken.unit_index, len(taken.tasks)) for taken in (queue.waiting.popleft() for _ in range(6))
+    ]
     assert sizes == [
         ("eval/large", 0, 4), ("eval/large", 1, 4), ("eval/large", 2, 2),
         ("eval/small", 0, 1), ("eval/small", 1, 1), ("eval/small", 2, 1),
@@ -129,8 +131,8 @@ def test_an_evaluation_is_recorded_once_at_its_last_unit() -> None:
     queue, recorded = make_queue(stage(), "large")
     queue.add_due(newest=0, ended_at=None)
     queue.add_due(newest=0, ended_at=None)
-    assert queue.num_waiting == 3 and not queue.is_empty(0, None)
-    first, second, third = (queue.take() for _ in range(3))
+    assert len(queue.waiting) == 3 and not queue.is_empty(0, None)
+    first, second, third = (queue.waiting.popleft() for _ in range(3))
     for unit, expected in ((third, []), (first, []), (second, [("large", 0)])):
         queue.finish(unit)
         assert recorded == expected

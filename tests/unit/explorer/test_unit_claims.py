@@ -36,7 +36,7 @@ def taken(storage: Storage, unit: tuple[int, int] = UNIT, name: str = "a") -> Le
 
 def sees(claims: Claims, unit: tuple[int, int] = UNIT) -> bool:
     claims.look(set())
-    return claims.is_others(unit)
+    return unit in claims.others
 
 
 def test_a_unit_belongs_to_its_first_claimer_until_given_back(storage: Storage) -> None:
@@ -108,7 +108,7 @@ def test_a_sole_explorer_writes_claims_once_it_sees_another(storage: Storage) ->
     assert sees(second, EVALUATIONS) and not sees(second)
     assert second.take((3, 2)), "the claims of the first are not written yet"
     first.look(set())
-    assert (first.is_sole, first.is_others((3, 2))) == (False, True)
+    assert (first.is_sole, (3, 2) in first.others) == (False, True)
     assert [sees(second, unit) for unit in (UNIT, committed_unit, (3, 2))] == [True, False, False]
     lease.release()
     second.look(set())

@@ -12,7 +12,7 @@ from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.data.task_schedule import TaskRef
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
+from rftdask.rollouts.policy.request_queues import GenerateBatch
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer

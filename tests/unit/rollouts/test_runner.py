@@ -17,8 +17,8 @@ from rftdask.buffer.log.schema import Experience, Status
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError, UserError
-from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.recording import rollout_seed
+from rftdask.rollouts.policy.request_queues import GenerateBatch
 from rftdask.rollouts.rollout import STOP_GRACE_S
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step

@@ -261,11 +261,11 @@ def test_engines_that_measure_their_gpu_start_one_by_one(storage: Storage, monke
 def test_no_load_in_flight_while_a_unit_needs_exact_weights() -> None:
     cache = WorkerCache()
     with cache.under_way(exact=False):
-        assert cache.is_busy and cache.may_load_in_flight
+        assert cache.num_under_way and not cache.num_exact
         with cache.under_way(exact=True):
-            assert not cache.may_load_in_flight
-        assert cache.is_busy and cache.may_load_in_flight
-    assert not cache.is_busy
+            assert cache.num_exact
+        assert cache.num_under_way and not cache.num_exact
+    assert not cache.num_under_way
     cache.wait_until_idle()
 
 

@@ -13,7 +13,7 @@ import pytest
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import AskedEngine
 from rftdask.errors import ProcessLostError
-from rftdask.rollouts.policy.lockstep_queue import RolloutKey
+from rftdask.rollouts.policy.request_queues import RolloutKey
 from rftdask.serve.load_balancer import FullError, LoadBalancer, NoEngineError
 from rftdask.storage import Storage
 from rftdask.synchronizer.published import Published

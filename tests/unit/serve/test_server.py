@@ -23,8 +23,8 @@ from rftdask.config.schema.model import ModelConfig
 from rftdask.data.images import ImageFolder, ImageProcessor, can_be_given_images, data_url, name_of
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.models.toy import build_toy_image_model, build_toy_model
-from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import ServedModel
+from rftdask.rollouts.policy.request_queues import RequestQueue, RolloutKey
 from rftdask.serve.load_balancer import LoadBalancer
 from rftdask.serve.server import PolicyServer, ServeOptions
 from rftdask.serve.sessions import SessionStore

@@ -24,7 +24,7 @@ from rftdask.rollouts.policy import messages_api, responses_api
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.answer_stream import EventStream, Part, StreamedText
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer, TextDelta, pieces, refusal
-from rftdask.rollouts.policy.streaming_queue import Streaming
+from rftdask.rollouts.policy.request_queues import Streaming
 from rftdask.rollouts.runner import TextEngine
 from tests.unit.rollouts.policy.agent_rows import ASKED, TOOLS, WRITTEN, Agent, rows, sampled
 from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, prompt_of, task

@@ -15,8 +15,8 @@ from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.schema import Experience, Status, token_versions
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.recording import Branch
+from rftdask.rollouts.policy.request_queues import GenerateBatch
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Step, WorkflowFn
 from tests.unit.rollouts.rollout_cases import (

@@ -10,7 +10,7 @@ from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.data.tasksets import Taskset
 from rftdask.errors import DataError
-from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
+from rftdask.rollouts.policy.request_queues import GenerateBatch
 from tests.unit.rollouts.rollout_cases import prompt_of, replies, run
 
 pytestmark = pytest.mark.extras

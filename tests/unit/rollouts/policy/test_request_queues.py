@@ -9,7 +9,7 @@ import pytest
 
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError
-from rftdask.rollouts.policy.lockstep_queue import LockstepQueue, RolloutKey
+from rftdask.rollouts.policy.request_queues import LockstepQueue, RolloutKey
 from tests.unit.rollouts.rollout_cases import generation
 
 Body = Callable[[LockstepQueue, RolloutKey], Awaitable[object]]

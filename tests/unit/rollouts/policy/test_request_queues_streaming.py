@@ -15,8 +15,7 @@ from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError, WaitTimeout
 from rftdask.rollouts import work_unit_task as worker_task
-from rftdask.rollouts.policy.lockstep_queue import RolloutKey
-from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
+from rftdask.rollouts.policy.request_queues import RolloutKey, Streaming, StreamingQueue
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.worker_state import text_engine
 from rftdask.rollouts.workflows.base import PolicyModel
