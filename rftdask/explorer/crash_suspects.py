@@ -36,15 +36,7 @@ fault."""
 
 @dataclass(frozen=True)
 class CrashSuspect:
-    """State of one work unit: the tasks left to run, and those to set aside. Immutable, a pure function of events.
-
-    Example: tasks 0 to 2, of which 1 crashes workers, at MAX_CRASHES = 3
-        suspect = CrashSuspect(num_tasks=3)                # whole
-        suspect = suspect.lost().lost().lost()       # isolated_tasks (0, 1, 2)
-        suspect = suspect.finished()                 # isolated_tasks (1, 2)
-        suspect = suspect.lost().lost().lost()       # isolated_tasks (2,), to_set_aside (1,)
-        suspect = suspect.finished()                 # isolated_tasks (): over
-    """
+    """State of one work unit: the tasks left to run, and those to set aside. Immutable, a pure function of events."""
 
     num_tasks: int
     isolated_tasks: tuple[int, ...] | None = None

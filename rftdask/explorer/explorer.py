@@ -236,11 +236,8 @@ class Explorer:
         ended: list[UnitFuture] = []
         try:
             while not self._cancelled():
-                workers = {
-                    address: int(info["resources"][EXPLORER_RESOURCE])
-                    for address, info in workers_of(self._client).items()
-                    if EXPLORER_RESOURCE in info["resources"]
-                }
+                resources = {address: info["resources"] for address, info in workers_of(self._client).items()}
+                workers = {a: int(of[EXPLORER_RESOURCE]) for a, of in resources.items() if EXPLORER_RESOURCE in of}
                 self._warm_up(workers.keys())
                 if self._claims is not None and self._claims.is_due:
                     self._look_at_others(self._claims)

@@ -19,6 +19,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Container
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rftdask.errors import NotFoundError
@@ -120,12 +121,10 @@ class Claims:
         known = self._claims.get(unit)
         if known is not None and known.number == number:
             return known
-        role, lease = "", 0
-        try:
+        role, lease = "", 0  # removed meanwhile or unreadable: held by no explorer
+        with suppress(NotFoundError, ValueError, KeyError, TypeError):
             owner = parse_object(self._storage.get(_path(unit, number)))
             role, lease = str(owner["role"]), int(owner["lease"])
-        except (NotFoundError, ValueError, KeyError, TypeError):
-            pass  # removed meanwhile or unreadable: held by no explorer
         return _Claim(number, role, lease, self._clock())
 
 

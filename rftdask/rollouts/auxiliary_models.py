@@ -181,10 +181,7 @@ class AuxiliaryTask(EngineRequest):
 
 
 class ModelServer:
-    """Handler of a worker's Dask server, through which other workers use its engine.
-
-    in_calls: the engine runs one call at a time and batches no requests of different calls.
-    """
+    """Handler of a worker's Dask server, through which other workers use its engine. in_calls: one call at a time."""
 
     def __init__(self, worker: Worker, key: Key, engine: EngineClient, storage: Storage, *, in_calls: bool) -> None:
         self._key, self._engine, self._storage = key, engine, storage

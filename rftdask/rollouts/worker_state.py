@@ -183,12 +183,10 @@ class WorkerCache:
             # The same names may mean other plug-ins, environment variables or models.
             self.drop_auxiliary()
             self._auxiliary_tokenizers.clear()
-            for shared in self._shared_engines.values():
-                shared.close()
+            for kept in (*self._shared_engines.values(), *(self._operators or ())):
+                kept.close()
             self._shared_engines.clear()
             self._tokenizer, self._images, self._tasksets = None, None, {}
-            for operator in self._operators or ():
-                operator.close()
             self._operators = None
             if self._shared is not None:
                 self._shared[1].close()

@@ -1,4 +1,1 @@
-"""Policy: the models that a workflow calls, as text over engine queues and remote services, with recording.
-
-No tasks and no rewards.
-"""
+"""Policy: the models that a workflow calls, as text over engine queues and remote services, with recording."""

@@ -187,10 +187,7 @@ async def answer_http(
     stream_headers: Mapping[str, str] | None = None,
     on_renamed: Callable[[str, str], None] = lambda old, new: None,
 ) -> Response:
-    """Respond to a request of OpenAI's API; cancelled when its client disconnects.
-
-    stream_headers: `answer` may add to them before its first text; on_renamed: see EventStream.
-    """
+    """Respond to a request of OpenAI's API. stream_headers: `answer` may add to them before its first text."""
     path = request.path_params["path"]
     if request.method != "POST":
         text = f"{request.method} {path} is not supported; use POST"

@@ -36,11 +36,8 @@ class OpenEnvError(RoleError):
     """An OpenEnv server refused, failed or disconnected. code: the server's, such as EXECUTION_ERROR; "": none."""
 
     def __init__(self, text: str, code: str = "") -> None:
-        super().__init__(text, code)
+        super().__init__(text)
         self.code = code
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config import load_config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import DamagedError, UserError
-from rftdask.explorer.difficulty import LearnedOrder, choice_path, pass_rates, read_choice, store_choice
+from rftdask.explorer.task_order import LearnedOrder, choice_path, pass_rates, read_choice, store_choice
 from rftdask.storage import Storage, open_storage
 
 NUM_TASKS, BATCH_SIZE, REPEAT_TIMES = 12, 4, 2
