@@ -69,7 +69,7 @@ async def play(
         num_invalid += following is None
         # A step is described by the state before its action, by which algorithms compare steps.
         state = current.state or hashlib.sha256(current.text.encode()).hexdigest()[:16]
-        steps.append(Step(state, invalid_reward if following is None else following.reward))
+        steps.append(Step(state, float(invalid_reward) if following is None else following.reward))
         current = following or current
     return Episode(tuple(steps), current.is_over, num_invalid)
 

@@ -111,7 +111,7 @@ async def openenv_workflow(task: Task, model: PolicyModel) -> Reward:
             act,
             rules=options.rules,
             max_turns=options.max_turns,
-            invalid_reward=float(options.invalid_reward),
+            invalid_reward=options.invalid_reward,
         )
     finally:
         await session.close()
