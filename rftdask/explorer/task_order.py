@@ -112,7 +112,7 @@ class LearnedOrder:
         # Late: it imports torch, which the driver needs only here.
         import torch
 
-        from rftdask.algorithm.learning_selectors import LearningSelector
+        from rftdask.algorithm.learning_selectors import LearningSelector  # late, as torch
 
         selector = make_selector(taskset.data_selector, config.explorer.plugin_dirs)
         if not isinstance(selector, LearningSelector):

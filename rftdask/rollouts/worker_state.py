@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from itertools import chain
 from statistics import fmean
@@ -28,7 +27,7 @@ from rftdask.config.schema.explorer import DynamicTimeoutConfig, InferenceModelC
 from rftdask.data.images import ImageProcessor
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, with_thinking
-from rftdask.engines.base import POLICY
+from rftdask.engines.base import POLICY, GenerateRequest, Generation
 from rftdask.engines.client import LOAD_TIMEOUT_S, EngineClient, EngineSpec
 from rftdask.engines.spec import engine_spec, is_asked_in_calls, remote_models
 from rftdask.errors import DataError, RoleError
@@ -401,8 +400,12 @@ def text_engine(
     """The engine for rollouts, which takes requests as they come or in calls. Raises: UserError: see AnswerParser."""
     timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
 
-    generate = partial(asyncio.to_thread, client.generate, timeout_s=timeout_s)
-    logprobs = partial(asyncio.to_thread, client.logprobs, timeout_s=timeout_s)
+    async def generate(requests: list[GenerateRequest]) -> list[Generation]:
+        return await asyncio.to_thread(client.generate, requests, timeout_s)
+
+    async def logprobs(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return await asyncio.to_thread(client.logprobs, pairs, timeout_s)
+
     streaming = Streaming(client.submit, timeout_s, str(client), lambda: client.answered_s)
     section = client.spec.section
     parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)

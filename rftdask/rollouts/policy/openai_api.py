@@ -154,8 +154,8 @@ def read_request(
     None: the model reads only text. Raises: BadRequestError.
     """
     if path not in (CHAT, COMPLETIONS):
-        known = f"{CHAT}, {COMPLETIONS}, responses, messages or models"
-        raise BadRequestError(f"{path} does not exist; use {known}", code="not_found")
+        paths = f"{CHAT}, {COMPLETIONS}, responses, messages or models"
+        raise BadRequestError(f"{path} does not exist; use {paths}", code="not_found")
     parameters = read_parameters(body)
     is_chat = path == CHAT
     options: dict[str, Any] = {}

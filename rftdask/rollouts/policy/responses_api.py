@@ -162,7 +162,8 @@ def events_of(response: Mapping[str, Any], split: Callable[[str], Sequence[str]]
     for index, item in enumerate(response["output"]):
         at = {"output_index": index, "item_id": item["id"]}
         opened = {**item, "status": "in_progress"} if "status" in item else dict(item)
-        opened |= {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        opened |= empty
         yield {"type": "response.output_item.added", "output_index": index, "item": opened}
         for number, part in enumerate(item.get("content", ())):
             place = {**at, "content_index": number}
