@@ -159,8 +159,8 @@ async def run_work_unit(
     greedy = {name: replace(params, temperature=0.0) for name, params in sampling.items()}
     pool = None
     closing = contextlib.AsyncExitStack()
-    for resource in (*remotes, *queues):
-        closing.push_async_callback(resource.close)
+    for close in (*(remote.close for remote in remotes), *(queue.close for queue in queues)):
+        closing.push_async_callback(close)
     try:
         if plan.spec is not None:
             # In a thread, because importing plug-ins may take long.

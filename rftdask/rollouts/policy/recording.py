@@ -453,11 +453,11 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         sampled, logprobs = generation.tokens, generation.logprobs
         response = Response(text, request.prompt_tokens, sampled, logprobs, generation.finish_reason)
         if name == POLICY:
-            shown, counts = show_hidden(prompt, hidden), (len(request.prompt_tokens), len(sampled))
+            shown, num_prompt_tokens = show_hidden(prompt, hidden), len(request.prompt_tokens)
             added_text = "" if extends is None else show_hidden(added, hidden)
-            link = (extends, branch, added_text, source, prompt, forced)
+            rest = (num_prompt_tokens, len(sampled), extends, branch, added_text, source, prompt, forced)
             # By turn, because concurrent calls are answered in any order.
-            self._calls[turn] = Call(shown, truncated, request, generation, response, *counts, *link)
+            self._calls[turn] = Call(shown, truncated, request, generation, response, *rest)
         return turn, response
 
     async def _think(
