@@ -17,12 +17,10 @@ import inspect
 import io
 import os
 import re
-import stat
 import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from importlib.util import find_spec
@@ -35,6 +33,7 @@ from rftdask.data.hub import local_model
 from rftdask.errors import DamagedError, DataError, NotFoundError, UserError
 from rftdask.storage import Storage
 from rftdask.storage.checked_json import parse_object
+from rftdask.storage.shared_folder import private_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -203,13 +202,8 @@ class ImageFolder:
 
     def __init__(self, path: Path | None = None) -> None:
         """path: None uses a folder of this user that is kept between runs."""
-        self._path = path or Path(tempfile.gettempdir(), f"rftdask-media-{os.getuid()}")
-        with suppress(FileExistsError):
-            self._path.mkdir(mode=0o700)
-        status = self._path.lstat()
-        # In a shared folder for temporary files another user may have created a folder or link of this name.
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise UserError(f"{self._path} belongs to another user, or is a link; set TMPDIR to your own folder")
+        default = Path(tempfile.gettempdir(), f"rftdask-media-{os.getuid()}")
+        self._path = private_folder(path or default, "set TMPDIR to your own folder")
 
     def put(self, content: bytes) -> str:
         """Store an image file and return its name."""

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import atexit
 import errno
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
-import stat
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from rftdask.errors import StorageError, UserError, WaitTimeout
+from rftdask.errors import StorageError
+from rftdask.storage.shared_folder import SharedFolder, private_folder, remove_unused
 
 FOLDER = "RFTDASK_STAGE_TO"
 """Environment variable: the folder of this node. Unset or empty: nothing is staged."""
@@ -29,11 +28,10 @@ KEEP = "RFTDASK_STAGE_KEEP"
 """Environment variable: 1 keeps copies that nobody uses any more."""
 DEADLINE_S = 3600.0
 """Seconds to wait for another process of the node to make a copy."""
-_POLL_INTERVAL_S = 0.1
 _CHUNK_BYTES = 8 << 20
 
-_locks: dict[Path, int] = {}
-"""Lock descriptors of the copies that this process uses; the kernel releases them when it ends."""
+_used: dict[Path, SharedFolder] = {}
+"""Copies that this process uses."""
 
 log = logging.getLogger(__name__)
 
@@ -55,28 +53,29 @@ def staged(path: str, deadline_s: float = DEADLINE_S) -> str:
     if not root or not source.exists():
         return path
     source = source.absolute()
-    base = Path(root).expanduser() / f"rftdask-stage-{os.getuid()}"
+    base = _base(root)
     if source.is_relative_to(base):
         return path
     files = sorted(file for file in source.rglob("*") if file.is_file()) if source.is_dir() else [source]
     stats = {str(file.relative_to(source.parent)): file.stat() for file in files}
     identity = [f"{source}", *(f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in stats.items())]
-    _make_private(base)
+    private_folder(base, "name another folder as cluster.local_cache_dir")
     place = base / hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
-    copy, deadline = place / source.name, time.monotonic() + deadline_s
-    while not (_lock(place, fcntl.LOCK_SH) and _is_whole(copy, stats)):
-        if _lock(place, fcntl.LOCK_EX):
-            if not _is_whole(copy, stats) and not _fill(place, source, files):
-                _unlock(place)
-                return path
-        elif time.monotonic() > deadline:
-            raise WaitTimeout(
-                f"another process of this node did not finish staging {path} to {base} in {deadline_s:.0f} s; "
-                "cluster.local_cache_dir names the folder"
-            )
-        else:
-            time.sleep(_POLL_INTERVAL_S)
+    copy = place / source.name
+    advice = "cluster.local_cache_dir names the folder"
+    late = f"another process of this node did not finish staging {path} to {base}; {advice}"
+    try:
+        _used.setdefault(place, SharedFolder(place)).use(
+            lambda: _is_whole(copy, stats), lambda: _fill(place, source, files), deadline_s, late
+        )
+    except _NoRoom as error:
+        log.warning("%s is not staged: %s", source, error)
+        return path
     return str(copy)
+
+
+def _base(root: str) -> Path:
+    return Path(root).expanduser() / f"rftdask-stage-{os.getuid()}"
 
 
 def source_of(path: str) -> str:
@@ -87,51 +86,18 @@ def source_of(path: str) -> str:
 
 def sweep() -> None:
     """Release all copies, and remove those of this node that nobody uses unless KEEP is set. Idempotent."""
-    for place in list(_locks):
-        _unlock(place)
+    while _used:
+        _used.popitem()[1].close()
     root = os.environ.get(FOLDER)
-    if not root or os.environ.get(KEEP) == "1":
-        return
-    for lock in (Path(root).expanduser() / f"rftdask-stage-{os.getuid()}").glob("*.lock"):
-        place = lock.with_suffix("")
-        if _lock(place, fcntl.LOCK_EX):  # nobody uses it, and nobody can while it is removed
-            shutil.rmtree(place, ignore_errors=True)
-            place.with_suffix(".lock").unlink(missing_ok=True)
-            _unlock(place)
+    if root and os.environ.get(KEEP) != "1":
+        remove_unused(_base(root))
 
 
 atexit.register(sweep)
 
 
-def _make_private(base: Path) -> None:
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = base.lstat()
-    # On a shared disk anybody may have created a folder or a link of this name.
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise UserError(f"{base} belongs to another user; name another folder as cluster.local_cache_dir")
-
-
-def _lock(place: Path, kind: int) -> bool:
-    """Try to take the lock of a copy as `kind`, without waiting; False: this process has no lock on it."""
-    lock = place.with_suffix(".lock")
-    while True:
-        if place not in _locks:
-            _locks[place] = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(_locks[place], kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _unlock(place)
-            return False
-        with suppress(FileNotFoundError):
-            # A process that removes a copy also unlinks its lock file. Then this lock is useless: try again.
-            if os.path.samestat(os.fstat(_locks[place]), lock.stat()):
-                return True
-        _unlock(place)
-
-
-def _unlock(place: Path) -> None:
-    if (descriptor := _locks.pop(place, None)) is not None:
-        os.close(descriptor)
+class _NoRoom(Exception):
+    """The disk of this node is full."""
 
 
 def _is_whole(copy: Path, stats: dict[str, os.stat_result]) -> bool:
@@ -141,29 +107,25 @@ def _is_whole(copy: Path, stats: dict[str, os.stat_result]) -> bool:
     return False
 
 
-def _fill(place: Path, source: Path, files: list[Path]) -> bool:
-    """Make the copy; False if there is no room."""
+def _fill(place: Path, source: Path, files: list[Path]) -> None:
     partial = place.with_suffix(".partial")
     for remains in (partial, place):
         shutil.rmtree(remains, ignore_errors=True)
     needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(place.parent).free
     if needed > free:
-        log.warning("%s is not staged: it has %d bytes, and %s has room for %d", source, needed, place.parent, free)
-        return False
+        raise _NoRoom(f"it has {needed} bytes, and {place.parent} has room for {free}")
     began = time.monotonic()
     partial.mkdir(mode=0o700)
     try:
         _copy(partial, source, files)
     except OSError as error:  # other processes may fill the disk, or remove the source
         shutil.rmtree(partial, ignore_errors=True)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(f"{source} cannot be staged to {place.parent}: {error}") from error
-        log.warning("%s is not staged: %s", source, error)
-        return False
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _NoRoom(error) from error
+        raise StorageError(f"{source} cannot be staged to {place.parent}: {error}") from error
     (partial / "source").write_text(str(source))
     partial.rename(place)
     log.info("staged %s: %d bytes in %.1f s", source, needed, time.monotonic() - began)
-    return True
 
 
 def _copy(partial: Path, source: Path, files: list[Path]) -> None:

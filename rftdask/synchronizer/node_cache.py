@@ -20,9 +20,7 @@ import json
 import os
 import re
 import shutil
-import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -31,9 +29,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError, WaitTimeout
+from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage
 from rftdask.storage.base import Data, in_order
+from rftdask.storage.shared_folder import SharedFolder, private_folder, remove_unused
 from rftdask.synchronizer import manifest as manifests
 from rftdask.synchronizer.manifest import BLOCK_BYTES, FileEntry, block_numbers, block_span, check_block
 from rftdask.synchronizer.published import Published, bases_of
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 _NUM_READS = 4
 """Blocks read and hashed in parallel."""
-_POLL_INTERVAL_S = 0.02
 _VERIFIED = "VERIFIED.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SHARED_MEMORY = "RFTDASK_SHARED_MEMORY"
@@ -75,30 +73,21 @@ class NodeCache:
             another process did not finish reading in time. StorageError: no space on this machine.
         """
         self._open(storage, published)
-        _sweep(self._folder.parent, self._folder)
-        deadline = time.monotonic() + timeout_s
-        try:
-            while not (self._has(fcntl.LOCK_SH) and self._is_whole()):
-                # With the exclusive lock it checks again, since another process may have finished meanwhile. A refused
-                # process holds no lock at all, so one of several competing processes gets the exclusive lock.
-                if self._has(fcntl.LOCK_EX):
-                    if not self._is_whole():
-                        with _space_errors(self._folder.parent.parent):
-                            self._fill(storage, published, timeout_s, transport)
-                elif time.monotonic() > deadline:
-                    raise WaitTimeout(f"another process did not finish reading {published.folder} in {timeout_s:.0f} s")
-                else:
-                    time.sleep(_POLL_INTERVAL_S)
-        except BaseException:
-            self.close()
-            raise
+        remove_unused(self._folder.parent, keep=self._folder)
+
+        def fill() -> None:
+            with _space_errors(self._folder.parent.parent):
+                self._fill(storage, published, timeout_s, transport)
+
+        late = f"another process did not finish reading {published.folder}"
+        self._shared.use(self._is_whole, fill, timeout_s, late)
 
     @classmethod
     def find(cls, storage: Storage, published: Published) -> NodeCache | None:
         """Files that are already verified on this machine, or None. Does not wait."""
         copy = cls.__new__(cls)
         copy._open(storage, published)
-        if copy._has(fcntl.LOCK_SH) and copy._is_whole():
+        if copy._shared.lock(fcntl.LOCK_SH) and copy._is_whole():
             return copy
         copy.close()
         return None
@@ -108,8 +97,7 @@ class NodeCache:
         local = {name: storage.local_file(f"{published.folder}/{name}") for name, _ in published.files}
         is_copied = published.delta is not None or published.held is not None
         self._paths = {name: self._folder / name if is_copied or path is None else path for name, path in local.items()}
-        self._lock_file = self._folder.with_suffix(".lock")
-        self._held = -1
+        self._shared = SharedFolder(self._folder)
 
     @property
     def files(self) -> list[Path]:
@@ -117,26 +105,8 @@ class NodeCache:
         return list(self._paths.values())
 
     def close(self) -> None:
-        """Release the lock. Idempotent."""
-        held, self._held = self._held, -1
-        if held >= 0:
-            os.close(held)
-            _remove_unless_held(self._folder)
-
-    def _has(self, kind: int) -> bool:
-        """Try to take the lock as `kind` without waiting. False: no lock is held at all."""
-        while True:
-            if self._held < 0:
-                self._held = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(self._held, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            # The version was removed with its lock file, so this lock is on an unlinked file. Retry.
-            if _is_same(self._held, self._lock_file):
-                return True
-            os.close(self._held)
-            self._held = -1
+        """Release the lock, and remove the files if no other process uses them. Idempotent."""
+        self._shared.remove()
 
     def _is_whole(self) -> bool:
         # A write to a verified file changes one of the recorded numbers.
@@ -338,48 +308,13 @@ def _root(in_memory: bool) -> Path:
     memory = os.environ.get(SHARED_MEMORY) or "/dev/shm"
     # Without /dev/shm, as on macOS, plain temporary files are used.
     place = memory if in_memory and os.path.isdir(memory) else tempfile.gettempdir()
-    folder = Path(place, f"rftdask-weights-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise UserError(
-            f"{folder} belongs to another user, who could change weights in it; set TMPDIR or {SHARED_MEMORY}"
-        )
-    return folder
+    return private_folder(Path(place, f"rftdask-weights-{os.getuid()}"), f"set TMPDIR or {SHARED_MEMORY}")
 
 
 def sweep() -> None:
     """Remove files left on this machine by killed processes of this user."""
     for in_memory in (False, True):
-        _sweep(_root(in_memory))
-
-
-def _sweep(root: Path, keep: Path | None = None) -> None:
-    for lock_file in root.glob("*.lock"):
-        if keep is None or lock_file.stem != keep.name:
-            _remove_unless_held(lock_file.with_suffix(""))
-
-
-def _remove_unless_held(folder: Path) -> None:
-    lock_file = folder.with_suffix(".lock")
-    try:
-        held = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        with suppress(BlockingIOError):  # still in use
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_same(held, lock_file):
-                shutil.rmtree(folder, ignore_errors=True)
-                lock_file.unlink()
-    finally:
-        os.close(held)
-
-
-def _is_same(descriptor: int, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    return False
+        remove_unused(_root(in_memory))
 
 
 @contextmanager
