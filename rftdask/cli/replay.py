@@ -242,7 +242,7 @@ def _begin(storage: Storage, target: Storage, parent: Parent) -> None:
             raise FencedError(f"{storage.url}/{folder} was removed meanwhile; end the run before a replay")
         # read_file checks each hash: a lineage must not begin with a damaged checkpoint.
         files = {name: read_file(storage, folder, manifest, name) for name in manifest.files}
-        write_folder(target, folder, files, lineage=parent.name, version=parent.step, extra=manifest.extra)
+        write_folder(target, folder, replace(manifest, lineage=parent.name, version=parent.step, files={}), files)
 
 
 def skip_step(url: str, step: int, because: str) -> LedgerEntry:

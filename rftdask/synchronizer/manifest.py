@@ -90,22 +90,8 @@ class Manifest:
         return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
-def write_folder(
-    storage: Storage,
-    folder: str,
-    files: Mapping[str, Data],
-    *,
-    lineage: str,
-    version: int,
-    extra: Mapping[str, Any] | None = None,
-) -> Manifest:
-    """Write `files` below `folder`, then the manifest, which makes the folder exist."""
-    return extend_folder(storage, folder, Manifest(lineage, version, {}, dict(extra or {})), files)
-
-
-def extend_folder(storage: Storage, folder: str, manifest: Manifest, files: Mapping[str, Data]) -> Manifest:
-    """Add `files` to the folder of `manifest`. Readers see either the old or the new manifest."""
-    # Old files are not touched; the manifest is replaced atomically.
+def write_folder(storage: Storage, folder: str, manifest: Manifest, files: Mapping[str, Data]) -> Manifest:
+    """Write `files`, then the manifest with them. Readers see the old manifest (or no folder), or the new one."""
     entries = {**manifest.files, **put_files(storage, folder, files)}
     return commit_folder(storage, folder, replace(manifest, files=entries))
 

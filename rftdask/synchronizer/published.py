@@ -20,7 +20,7 @@ from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.base import numbers_in
 from rftdask.synchronizer.fingerprint import Fingerprint
-from rftdask.synchronizer.manifest import FileEntry, Manifest, entries_to_json, is_valid, read_manifest, remove_folder
+from rftdask.synchronizer.manifest import FileEntry, Manifest, is_valid, read_manifest, remove_folder
 
 WEIGHTS_POINTER = "latest_state_dict_iteration.txt"
 CHECKPOINT_POINTER = "latest_checkpointed_iteration.txt"
@@ -38,10 +38,10 @@ CHECKPOINT_MODEL_FILE = f"{CHECKPOINT_FOLDER}/{MODEL_FILE}"
 CHECKPOINT_ADAPTER_FOLDER = "actor/lora_adapter"
 """Replaces the model's files in a checkpoint if only adapters are trained."""
 _MODEL_FILES = re.compile(rf"{CHECKPOINT_FOLDER}/model(-\d+-of-\d+)?\.safetensors")
-_DELTA = "delta"
+DELTA = "delta"
 """Manifest key of a version stored as a delta: `Delta` and the entries of the complete files."""
-_HELD = "held"
-"""Manifest key of a version whose files are not on storage: `InMemoryWeights`."""
+HELD = "held"
+"""Manifest key of a version in memory: {"addresses": `Published.held`}."""
 WEIGHTS_HASH = "weights_hash"
 """Manifest key of a checkpoint: content hash of the same weights as published."""
 
@@ -61,19 +61,6 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class InMemoryWeights:
-    """Location of a version's files that are not on storage: in the memory of the ranks that published it.
-
-    The version exists as long as these ranks do, unless it is written to storage before (transports/memory.py).
-    """
-
-    addresses: tuple[tuple[str, str], ...] = ()
-    """(file, address) where other machines fetch the file: tcp://host:port or tls://host:port of a Dask worker
-    (dask_broadcast.py), or host:port of the rank's rendezvous server (group_broadcast.py). Empty: all engines run on
-    the trainer's machine."""
-
-
-@dataclass(frozen=True)
 class Published:
     """A version that explorers can load. Version 0, the initial weights, is the model folder and is never published."""
 
@@ -88,8 +75,17 @@ class Published:
     """Logprobs that an engine must reproduce. None: the trainer has no model to compute them."""
     delta: Delta | None = field(default=None, compare=False)
     """How to rebuild the files from another version. None: stored completely. Ignored in comparisons."""
-    held: InMemoryWeights | None = field(default=None, compare=False)
-    """Location in memory. None: the files are on storage. Ignored in comparisons."""
+    held: Mapping[str, str] | None = field(default=None, compare=False)
+    """File -> address, if the files are in the memory of the ranks that published them: tcp://host:port or
+    tls://host:port of a Dask worker (dask_broadcast.py), or host:port of the rank's rendezvous server
+    (group_broadcast.py). {}: all engines run on the trainer's machine. None: the files are on storage. Ignored in
+    comparisons."""
+
+    def holder(self, name: str) -> str:
+        """Return the address of a file in memory. Raises: NotFoundError: other machines cannot fetch it."""
+        if name not in (held := self.held or {}):
+            raise NotFoundError(f"no process serves {self.folder}/{name}")
+        return held[name]
 
     @property
     def changes(self) -> Published:
@@ -143,17 +139,6 @@ def move_pointer(storage: Storage, pointer: str, number: int) -> bool:
             return False
     storage.put(pointer, f"{number}\n".encode())
     return True
-
-
-def delta_extra(delta: Delta, whole: Mapping[str, FileEntry]) -> dict[str, Any]:
-    """Manifest `extra` of a version stored as a delta. whole: entries of the complete files."""
-    origin = {"base": delta.base, "base_hash": delta.base_hash, "whole": delta.whole}
-    return {_DELTA: {**origin, "files": entries_to_json(whole)}}
-
-
-def held_extra(held: InMemoryWeights) -> dict[str, Any]:
-    """Manifest `extra` of a version whose files are in memory."""
-    return {_HELD: {"addresses": dict(held.addresses)}}
 
 
 def bases_of(storage: Storage, published: Published) -> Iterator[Published]:
@@ -217,18 +202,18 @@ def checkpoint_weights(manifest: Manifest, folder: str) -> Published | None:
 def published_as(manifest: Manifest, folder: str) -> Published:
     """Publication described by the manifest of `folder`. Raises: DamagedError: its `extra` cannot be read."""
     files, delta = tuple((name, entry) for name, entry in sorted(manifest.files.items()) if name != INDEX_FILE), None
-    if _DELTA in manifest.extra:
+    if DELTA in manifest.extra:
         try:
-            tree = manifest.extra[_DELTA]
+            tree = manifest.extra[DELTA]
             delta = Delta(int(tree["base"]), str(tree["base_hash"]), int(tree["whole"]), files)
             files = tuple((name, FileEntry.from_json(entry)) for name, entry in sorted(tree["files"].items()))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"the delta of version {manifest.version} is damaged: {error!r}") from error
     held = None
-    if _HELD in manifest.extra:
+    if HELD in manifest.extra:
         try:
-            held = InMemoryWeights(tuple(sorted(manifest.extra[_HELD]["addresses"].items())))
-        except (AttributeError, KeyError, TypeError) as error:
+            held = dict(manifest.extra[HELD]["addresses"])
+        except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"the addresses of version {manifest.version} are damaged: {error!r}") from error
     content_hash = replace(manifest, files=dict(files)).content_hash
     fingerprint = fingerprint_of(manifest)

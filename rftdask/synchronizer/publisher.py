@@ -22,7 +22,7 @@ from rftdask.synchronizer import published as publications
 from rftdask.synchronizer.delta import ENDING, compute_delta
 from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.synchronizer.manifest import FileEntry, Manifest, put_files
-from rftdask.synchronizer.published import WEIGHTS_POINTER, Delta, InMemoryWeights, Published
+from rftdask.synchronizer.published import WEIGHTS_POINTER, Published
 from rftdask.synchronizer.tensor_heads import read_head
 from rftdask.synchronizer.transports.memory import InMemoryPublisher
 
@@ -149,8 +149,7 @@ class Publisher:
             return None
         addresses = {name: report["address"] for report in reports for name in report["stored"] if report["address"]}
         stored = manifests.entries_from_json(*(report["stored"] for report in reports))
-        held = InMemoryWeights(tuple(addresses.items()))
-        extra = publications.fingerprint_extra(fingerprint) | publications.held_extra(held)
+        extra = publications.fingerprint_extra(fingerprint) | {publications.HELD: {"addresses": addresses}}
         # Hash and fingerprint go to storage before any engine loads the version, and outlive the ranks.
         published = self._commit(Manifest(self._lineage, version, stored, extra))
         # Versions that the explorer has removed meanwhile are no longer needed.
@@ -187,7 +186,8 @@ class Publisher:
         extra = publications.fingerprint_extra(fingerprint)
         if base is not None:
             end = base.version if base.delta is None else base.delta.whole
-            extra |= publications.delta_extra(Delta(base.version, base.content_hash, end, ()), complete)
+            origin = {"base": base.version, "base_hash": base.content_hash, "whole": end}
+            extra[publications.DELTA] = {**origin, "files": manifests.entries_to_json(complete)}
         elif sum(bool(report["whole"]) for report in reports) > 1:  # files of one rank, such as adapters, need no index
             index = _index(reports, complete)
             # All ranks compute the same bytes, and rank 0 writes them.

@@ -272,7 +272,7 @@ class Checkpoints:
         missing = {name: data for name, data in files.items() if name not in manifest.files}
         extra = {key: value for key, value in manifest.extra.items() if interim or key != INTERIM}
         if missing or extra != manifest.extra:
-            manifests.extend_folder(self._storage, checkpoint_folder(step), replace(manifest, extra=extra), missing)
+            manifests.write_folder(self._storage, checkpoint_folder(step), replace(manifest, extra=extra), missing)
 
     def load_newest(self) -> tuple[int, dict[str, Any], Mapping[str, bytes]] | None:
         """Return (step, state, files) of the newest valid checkpoint, the same on all ranks; None: none exists.

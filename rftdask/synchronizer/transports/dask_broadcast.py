@@ -45,9 +45,7 @@ def dask_transport(storage: Storage, worker: Worker, peers: Sequence[str]) -> Tr
     """Transport of a worker. peers: addresses of all explorer workers, including this one."""
 
     def transport(published: Published, name: str, entry: FileEntry) -> Callable[[int], Data]:
-        holder = dict(published.held.addresses).get(name) if published.held is not None else None
-        if holder is None:
-            raise NotFoundError(f"no Dask worker serves {published.folder}/{name}")
+        holder = published.holder(name)
         copies = [copy_name(storage, whole) for whole in (published, published.part(name))]
         ask = partial(_ask, worker, copies=copies, file=name, asker=place())
         return partial(_take, ask, [*above(worker.address, peers), holder], f"{published.folder}/{name}", entry)

@@ -118,10 +118,7 @@ def group_transport(host: str) -> Transport:
     """Transport that joins the groups of ranks. host: address of this machine's interface."""
 
     def transport(published: Published, name: str, entry: FileEntry) -> Callable[[int], Data]:
-        address = dict(published.held.addresses).get(name) if published.held is not None else None
-        if address is None:
-            raise NotFoundError(f"no rank broadcasts {published.folder}/{name}")
-        return BroadcastPeer(address, host, published, name, entry).take
+        return BroadcastPeer(published.holder(name), host, published, name, entry).take
 
     return transport
 

@@ -19,7 +19,7 @@ from rftdask.storage.base import Data
 from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.synchronizer.manifest import BLOCK_BYTES, FileEntry
 from rftdask.synchronizer.node_cache import NodeCache
-from rftdask.synchronizer.published import InMemoryWeights, Published, weights_folder
+from rftdask.synchronizer.published import Published, weights_folder
 
 _TIMEOUT_S = 600.0
 """Seconds to wait for another process that writes the same file, such as a rank wrongly considered lost."""
@@ -53,7 +53,7 @@ class InMemoryPublisher:
         copies: dict[str, NodeCache] = {}
         self._held[version] = copies, fingerprint
         entries = {name: FileEntry.of(data) for name, data in files.items()}
-        whole = Published(version, "", "", weights_folder(version), tuple(entries.items()), held=InMemoryWeights())
+        whole = Published(version, "", "", weights_folder(version), tuple(entries.items()), held={})
         try:
             for name, data in files.items():
                 give = partial(_block, memoryview(data))

@@ -73,9 +73,9 @@ def test_weights_that_differ_are_reported(run: Path, tmp_path: Path) -> None:
     _, ours = prepare(str(run), 4, "differs", [])
     theirs = open_storage(run)
     assert compare(theirs, ours).render() == "no checkpoint to compare with lineage main"
-    from rftdask.synchronizer.manifest import write_folder
+    from rftdask.synchronizer.manifest import Manifest, write_folder
 
-    write_folder(ours, f"global_step_{STEPS}", {"actor/model.safetensors": b"other"}, lineage="differs", version=STEPS)
+    write_folder(ours, f"global_step_{STEPS}", Manifest("differs", STEPS, {}), {"actor/model.safetensors": b"other"})
     difference = compare(theirs, ours)
     assert not difference.is_equal
     assert difference.render().startswith(f"not equal to lineage main at step {STEPS}: actor/model.safetensors")

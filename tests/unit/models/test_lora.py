@@ -26,7 +26,7 @@ from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import add_adapter, begin, initial_files
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
-from rftdask.synchronizer.manifest import write_folder
+from rftdask.synchronizer.manifest import Manifest, write_folder
 from rftdask.synchronizer.published import read_checkpoint_weights
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
@@ -256,7 +256,7 @@ def test_adapter_files_are_published_and_loaded(model_folder: str) -> None:
     engine = trained(model_folder, KINDS["plain"], steps=1)
     published = publish_weights(storage, 1, engine.weights())
     assert [name for name, _ in published.files] == ["adapter_config.json", "adapter_model.safetensors"]
-    write_folder(storage, "global_step_1", engine.state_files(), lineage="main", version=1)
+    write_folder(storage, "global_step_1", Manifest("main", 1, {}), engine.state_files())
     held = read_checkpoint_weights(storage, "global_step_1")
     assert held is not None
     assert [name.rpartition("/")[2] for name, _ in held.files] == ["adapter_config.json", "adapter_model.safetensors"]

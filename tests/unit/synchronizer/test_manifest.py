@@ -19,7 +19,6 @@ from rftdask.synchronizer.manifest import (
     blocks_of,
     check_file,
     commit_folder,
-    extend_folder,
     is_valid,
     read_file,
     read_manifest,
@@ -40,7 +39,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def write(storage: Storage, files: dict[str, bytes] = FILES) -> Manifest:
-    return write_folder(storage, "weights/3", files, lineage="main", version=3, extra={"note": 1})
+    return write_folder(storage, "weights/3", Manifest("main", 3, {}, {"note": 1}), files)
 
 
 def test_a_folder_is_read_back_as_written(storage: Storage) -> None:
@@ -97,7 +96,7 @@ def test_a_folder_grows_atomically(storage: Storage) -> None:
         assert is_valid(storage, "weights/3")
         seen.append(set(manifest.files))
 
-    grown = extend_folder(FaultyStorage(storage, look), "weights/3", write(storage), {"x": b"1", "y": b"2"})
+    grown = write_folder(FaultyStorage(storage, look), "weights/3", write(storage), {"x": b"1", "y": b"2"})
     assert read_manifest(storage, "weights/3") == grown
     assert [len(names) for names in seen] == [2, 2, 2, 2, 2, 4]
 

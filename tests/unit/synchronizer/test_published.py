@@ -7,7 +7,7 @@ from storage_kills import killed_before
 
 from rftdask.errors import StorageError
 from rftdask.storage import Storage
-from rftdask.synchronizer.manifest import NAME, read_manifest, write_folder
+from rftdask.synchronizer.manifest import NAME, Manifest, read_manifest, write_folder
 from rftdask.synchronizer.published import (
     CHECKPOINT_MODEL_FILE,
     REQUEST_FILE,
@@ -52,7 +52,7 @@ def test_an_existing_version_is_kept(storage: Storage) -> None:
 def test_an_invalid_version_does_not_exist_and_is_written_again(storage: Storage, of_another_version: bool) -> None:
     storage.put("weights/3/model.safetensors", b"torn")
     if of_another_version:
-        write_folder(storage, "weights/3", {"model.safetensors": b"w2"}, lineage="main", version=2)
+        write_folder(storage, "weights/3", Manifest("main", 2, {}), {"model.safetensors": b"w2"})
     assert read_published(storage, 3) is None
     publish_weights(storage, 3, b"w3")
     assert storage.get("weights/3/model.safetensors") == b"w3"
@@ -63,7 +63,7 @@ def test_the_pointer_never_goes_back(versions: list[int]) -> None:
     storage = new_storage()
     highest = 0
     for version in versions:
-        write_folder(storage, f"weights/{version}", {}, lineage="main", version=version)
+        write_folder(storage, f"weights/{version}", Manifest("main", version, {}), {})
         assert move_pointer(storage, WEIGHTS_POINTER, version) is (version > highest)
         highest = max(highest, version)
         assert read_pointer(storage, WEIGHTS_POINTER) == highest
@@ -125,13 +125,13 @@ def test_only_folders_with_a_number_are_versions(storage: Storage) -> None:
 def test_the_policy_of_a_checkpoint_loads_as_if_published(storage: Storage) -> None:
     assert read_checkpoint_weights(storage, "global_step_4") is None
     files = {CHECKPOINT_MODEL_FILE: b"policy", "actor/optimizer.safetensors": b"adam"}
-    manifest = write_folder(storage, "global_step_4", files, lineage="main", version=4)
+    manifest = write_folder(storage, "global_step_4", Manifest("main", 4, {}), files)
     published = read_checkpoint_weights(storage, "global_step_4")
     assert published is not None
     assert (published.version, published.folder) == (4, "global_step_4")
     assert dict(published.files) == {CHECKPOINT_MODEL_FILE: manifest.files[CHECKPOINT_MODEL_FILE]}
     assert published.content_hash == publish_weights(storage, 4, b"policy").content_hash
-    write_folder(storage, "global_step_5", {"other": b""}, lineage="main", version=5)
+    write_folder(storage, "global_step_5", Manifest("main", 5, {}), {"other": b""})
     assert read_checkpoint_weights(storage, "global_step_5") is None
     assert read_manifest(storage, "global_step_5") is not None
 
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_several_ranks_has_one_file_per_rank(storage: Storage) -
     files = {model_file(rank, 2): b"part %d" % rank for rank in range(2)}
     kept = {f"actor/{name}": data for name, data in files.items()}
     others = {"actor/optim.safetensors": b"adam", "actor/kl_coefs.safetensors": b"k", "critic/model.safetensors": b"c"}
-    write_folder(storage, "global_step_4", {**kept, **others}, lineage="main", version=4)
+    write_folder(storage, "global_step_4", Manifest("main", 4, {}), {**kept, **others})
     published = read_checkpoint_weights(storage, "global_step_4")
     assert published is not None and [name for name, _ in published.files] == list(kept)
     assert published.content_hash == publish_weights(storage, 4, files).content_hash
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_several_ranks_has_one_file_per_rank(storage: Storage) -
 def test_a_checkpoint_records_the_published_hash(storage: Storage) -> None:
     published = publish_weights(storage, 4, b"narrow")
     files, extra = {CHECKPOINT_MODEL_FILE: b"wide"}, {WEIGHTS_HASH: published.content_hash}
-    write_folder(storage, "global_step_4", files, lineage="main", version=4, extra=extra)
+    write_folder(storage, "global_step_4", Manifest("main", 4, {}, extra), files)
     kept = read_checkpoint_weights(storage, "global_step_4")
     assert kept is not None and kept.content_hash == published.content_hash
 

@@ -20,7 +20,7 @@ from rftdask.config import Config, load_config
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.run.run_folder import open_run
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.manifest import write_folder
+from rftdask.synchronizer.manifest import Manifest, write_folder
 from tests.unit.synchronizer.sync_cases import publish_weights
 
 EVIL = "<script>alert('x')</script>\x1b[2J\u202e"
@@ -123,7 +123,7 @@ def make_run(root: str, config: Config | None = None) -> Case:
     use, drop = Rows(second.text, (0, 1, 2)), Rows(second.text, (3,), "failed")
     ledger.write(LedgerEntry(2, "main", (use,), (drop,), positions=((1, 2), (1, 3))))
     files = {"actor/model.safetensors": b"weights two", "trainer_state.json": b"{}"}
-    write_folder(storage, "global_step_2", files, lineage="main", version=2)
+    write_folder(storage, "global_step_2", Manifest("main", 2, {}), files)
     _write_metrics(storage)
     return Case(url, storage, config, taken, repeated, second, waiting)
 

@@ -119,7 +119,7 @@ def test_a_block_is_present_or_being_fetched_or_missing(storage: Storage, memory
 def test_the_manifest_holds_the_address_of_each_file(storage: Storage) -> None:
     _, published = held(storage)
     assert published.held is not None
-    assert published.held.addresses == (("model.safetensors", "tcp://127.0.0.1:1"),)
+    assert published.held == {"model.safetensors": "tcp://127.0.0.1:1"}
 
 
 # ---- the group
@@ -146,7 +146,7 @@ def silent(server: Published, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Store of the server, to which a member has sent a join request before it fell silent."""
     assert server.held is not None
     monkeypatch.setattr(group_broadcast, "_ANSWER_S", 3.0)
-    store = group_broadcast._store(dict(server.held.addresses)["model.safetensors"], is_master=False)
+    store = group_broadcast._store(server.held["model.safetensors"], is_master=False)
     request = [1, server.content_hash, "model.safetensors", "reply-key-of-a-dead-member"]
     store.queue_push(group_broadcast._JOIN_REQUESTS, json.dumps(request))
     return store
