@@ -1,6 +1,6 @@
 """The experience log: everything sampled, in shards that are committed once and never change.
 
-Contains the schema of a row (schema.py), the name of a shard (shard.py) and its bytes (formats.py), the interface of a
+Contains the schema of a row (schema.py), the name of a shard (shard.py) and its bytes (columns.py), the interface of a
 log (log.py) and its backends (file_log.py, sql_log.py), the writer of a work unit (writer.py), and the treatment of old
 shards (compaction.py, retention.py). It does not know what was trained: the ledger does (rftdask/buffer/batches).
 """

@@ -1,22 +1,34 @@
-"""Columns of the experience table: its Arrow schema, and experiences as a table of it.
+"""Columns of the experience table: its Arrow schema, experiences as a table of it, and such a table as the bytes of a
+shard, a Parquet file or JSON lines.
 
 Rows become columns without a Python loop over tokens. Token ids and logprobs in numpy arrays cost one copy; other
 sequences cost about 30 times as much, but make the same experience.
+
+The same experiences give the same bytes. JSON lines, readable by people, hold one experience per line with the fields
+of `SCHEMA` and nothing rounded: {"schema": "1.0", "run": ..., "uid": ..., ...}. A number is the shortest text of the
+same float32. Files are several times larger than Parquet, and slower to read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA_VERSION, Experience
+from rftdask.buffer.log.schema import ADDED_COLUMNS, EXPERTS_COLUMN, SCHEMA_VERSION, Experience
+from rftdask.buffer.log.shard import ShardName
+from rftdask.errors import DamagedError, DataError
 from rftdask.storage.safe_text import encodable
+
+_PAGE_BYTES = 1 << 16
+"""Page size of a column. A page that fits the processor's cache is 10 % cheaper to write than the usual megabyte."""
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:
@@ -107,33 +119,9 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
     int32, or more tokens than one shard can address.
     """
     # Checked before anything is written: a shard is immutable.
-    for e in experiences:
-        response_length = len(e.tokens) - e.prompt_length
-        if len(e.rollout_logprobs) != response_length:
-            raise ValueError(
-                f"experience {e.uid}: {len(e.rollout_logprobs)} rollout_logprobs for {response_length} response tokens"
-            )
-        if e.loss_mask is not None and len(e.loss_mask) != response_length:
-            raise ValueError(
-                f"experience {e.uid}: loss_mask of {len(e.loss_mask)} for {response_length} response tokens"
-            )
-        if e.turns is not None and [turn.end for turn in e.turns[-1:]] != [response_length]:
-            raise ValueError(
-                f"experience {e.uid}: its last turn does not end with its {response_length} response tokens"
-            )
-        if e.routed_experts is not None and len(e.routed_experts) != len(e.tokens) - 1:
-            raise ValueError(
-                f"experience {e.uid}: routed_experts of {len(e.routed_experts)} tokens, not of all but the last of "
-                f"{len(e.tokens)}"
-            )
-        starts = [start for start, _ in e.version_starts or ()]
-        if starts and not 0 == starts[0] <= starts[-1] < response_length:
-            raise ValueError(
-                f"experience {e.uid}: version_starts at {starts} do not begin with its first of {response_length} "
-                "response tokens, or end behind its last"
-            )
-        if e.reward is None and e.status.trainable:
-            raise ValueError(f"experience {e.uid}: status {e.status} without a reward")
+    for experience in experiences:
+        if problem := _problem(experience):
+            raise ValueError(f"experience {experience.uid}: {problem}")
 
     # Lists and maps are built from flat arrays, the other columns below from one attribute per row.
     metrics = [experience.metrics for experience in experiences]
@@ -168,6 +156,24 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
             columns[name] = _array(list(map(attrgetter(name), experiences)), kind)
     schema = SCHEMA.with_metadata({**(SCHEMA.metadata or {}), b"rftdask.run": json.dumps(run).encode()})
     return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=schema)
+
+
+def _problem(e: Experience) -> str:
+    """Describe what is inconsistent in an experience; "": nothing."""
+    num_tokens = len(e.tokens) - e.prompt_length
+    if len(e.rollout_logprobs) != num_tokens:
+        return f"{len(e.rollout_logprobs)} rollout_logprobs for {num_tokens} response tokens"
+    if e.loss_mask is not None and len(e.loss_mask) != num_tokens:
+        return f"loss_mask of {len(e.loss_mask)} for {num_tokens} response tokens"
+    if e.turns is not None and [turn.end for turn in e.turns[-1:]] != [num_tokens]:
+        return f"its last turn does not end with its {num_tokens} response tokens"
+    if e.routed_experts is not None and len(e.routed_experts) != len(e.tokens) - 1:
+        return f"routed_experts of {len(e.routed_experts)} tokens, not of all but the last of {len(e.tokens)}"
+    starts = [start for start, _ in e.version_starts or ()]
+    if starts and not 0 == starts[0] <= starts[-1] < num_tokens:
+        first = f"version_starts at {starts} do not begin with its first of {num_tokens} response tokens"
+        return f"{first}, or end behind its last"
+    return f"status {e.status} without a reward" if e.reward is None and e.status.trainable else ""
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
@@ -225,3 +231,132 @@ def runs_to_mask(runs: Sequence[int], length: int) -> list[bool]:
     if not len(runs):
         return [True] * length
     return [number % 2 == 0 for number, count in enumerate(runs) for _ in range(count)]
+
+
+# ---- bytes of a shard
+
+
+def encode_parquet(experiences: Sequence[Experience], run: str = "", codec: str = "lz4") -> bytes:
+    """Encode experiences as a Parquet file.
+
+    Args: codec: lz4 for file systems, where time matters; zstd for object stores, where size matters.
+    Raises: ValueError: as `experiences_to_table`.
+    """
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        experiences_to_table(experiences, run),
+        sink,
+        compression=codec,
+        compression_level=1 if codec == "zstd" else None,
+        # Few rows and many different values: dictionaries and statistics cost more to write than they save, except for
+        # experts: 128 of them need 7 bits instead of 32.
+        use_dictionary=[EXPERTS_COLUMN],
+        write_statistics=False,
+        # 5 % smaller and 20 % slower to write: worth it over a network.
+        use_byte_stream_split=["rollout_logprobs.list.element"] if codec == "zstd" else False,
+        data_page_size=_PAGE_BYTES,
+        # One row group: a shard is read whole.
+        row_group_size=1 << 20,
+    )
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def decode_parquet(name: ShardName, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """Decode and verify the rows, with these columns of `SCHEMA`; None: with every column of the file.
+
+    Raises: DamagedError: bytes or rows do not match the name; DataError: another schema.
+    """
+    _check_bytes(name, data)
+    try:
+        # Not read_table: it looks for a data set first, which costs as much as reading a small shard. Without the page
+        # checksums: the checksum of all bytes was just verified.
+        with pq.ParquetFile(pa.BufferReader(data), pre_buffer=False) as file:
+            table = file.read(columns, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedError(f"shard {name.text}: its checksum fits, but it is not a Parquet file: {error}") from error
+    _check_version(name, {(table.schema.metadata or {}).get(b"rftdask.schema", b"").decode()})
+    wanted = SCHEMA.names if columns is None else columns
+    table = with_added_columns(table, wanted)
+    missing = set(wanted) - set(table.column_names)
+    if missing or table.num_rows != name.num_rows:
+        raise DamagedError(f"shard {name.text}: {table.num_rows} rows, columns missing: {sorted(missing) or 'none'}")
+    return table
+
+
+def with_added_columns(table: pa.Table, wanted: Sequence[str] = SCHEMA.names) -> pa.Table:
+    """Return the table with null columns for the wanted ones that an earlier schema version lacks."""
+    for column in ADDED_COLUMNS:
+        if column in wanted and column not in table.column_names:
+            kind = SCHEMA.field(column)
+            table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
+    return table
+
+
+def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
+    """Encode a table of `SCHEMA` as JSON lines, each beginning with `head`.
+
+    Null values of `ADDED_COLUMNS` are omitted, so such a row has the same bytes as in earlier schema versions.
+    """
+
+    def shortest(column: pa.ChunkedArray) -> pa.ChunkedArray:
+        # float32 via its shortest text to float64, which Python then prints as 0.1 instead of 0.10000000149.
+        if pa.types.is_float32(column.type):
+            return column.cast(pa.string()).cast(pa.float64())
+        if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
+            return column.cast(pa.list_(pa.string())).cast(pa.list_(pa.float64()))
+        return column
+
+    columns = {field.name: shortest(table.column(field.name)).to_pylist() for field in SCHEMA}
+    columns["metrics"] = [dict(pairs) for pairs in columns["metrics"]]
+    lines = []
+    for row in zip(*columns.values(), strict=True):
+        fields = dict(zip(columns, row, strict=True))
+        present = {key: value for key, value in fields.items() if value is not None or key not in ADDED_COLUMNS}
+        lines.append(json.dumps({**(head or {}), **present}, ensure_ascii=False) + "\n")
+    return "".join(lines).encode()
+
+
+def encode_lines(experiences: Sequence[Experience], run: str = "", codec: str = "") -> bytes:
+    """Encode experiences as JSON lines, which are not compressed. Raises: ValueError: as `experiences_to_table`."""
+    return to_lines(experiences_to_table(experiences), {"schema": SCHEMA_VERSION, "run": run})
+
+
+def decode_lines(name: ShardName, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """Decode and verify the rows, with all columns. Raises: as `decode_parquet`."""
+    _check_bytes(name, data)
+    try:
+        # The last element follows the last newline, and is empty.
+        rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
+        versions = {str(row["schema"]) for row in rows}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"shard {name.text}: its checksum fits, but it is not JSON lines: {error!r}") from error
+    _check_version(name, versions)
+    # Older shards lack ADDED_COLUMNS; newer ones may have more fields, which are ignored below.
+    missing = {field for row in rows for field in SCHEMA.names if field not in row} - set(ADDED_COLUMNS)
+    if missing or len(rows) != name.num_rows:
+        raise DamagedError(f"shard {name.text}: {len(rows)} rows, fields missing: {sorted(missing) or 'none'}")
+    try:
+        return pa.Table.from_pylist([{**row, "metrics": list(row["metrics"].items())} for row in rows], SCHEMA)
+    except (pa.ArrowException, ValueError, TypeError, AttributeError) as error:
+        raise DamagedError(f"shard {name.text}: its checksum fits, but its fields do not: {error}") from error
+
+
+def _check_bytes(name: ShardName, data: bytes) -> None:
+    if zlib.crc32(data) != name.crc32:
+        raise DamagedError(
+            f"shard {name.text}: crc32 {zlib.crc32(data):08x} does not match its name ({len(data)} bytes)"
+        )
+
+
+def _check_version(name: ShardName, versions: Iterable[str]) -> None:
+    # Later minor versions add columns that this reader ignores.
+    if other := {v for v in versions if v.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]}:
+        raise DataError(
+            f"shard {name.text}: schema version {', '.join(sorted(other)) or 'unknown'}, this rftdask reads "
+            f"{SCHEMA_VERSION}; use the version that wrote the run (run.json names it)"
+        )
+
+
+FORMATS = {"parquet": (encode_parquet, decode_parquet), "jsonl": (encode_lines, decode_lines)}
+"""Functions that encode and decode a shard, by the suffix of its name."""

@@ -24,8 +24,6 @@ from rftdask.storage.checked_json import dump_checked, load_checked
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rftdask.buffer.log.formats import Format
-
 STEPS_PER_BUCKET = 64
 """Limits a bucket to some hundreds of shards, so that the cost of listing one does not grow."""
 
@@ -47,11 +45,6 @@ class FileLog(ExperienceLog):
         self._parsed: dict[str, dict[str, ShardName | None]] = {}
         """Parsed names of recently listed buckets: a waiting trainer polls, and parsing costs more than listing."""
 
-    def _format(self) -> Format:
-        from rftdask.buffer.log.formats import FORMATS  # late: loads pyarrow, which a listing of shards does not need
-
-        return FORMATS[self.suffix]
-
     def path(self, name: ShardName) -> str:
         """Return the path of a loose shard, relative to the run folder."""
         return f"{self.folder}/{self._bucket(name.explore_step)}/{name.text}"
@@ -64,7 +57,9 @@ class FileLog(ExperienceLog):
         self, experiences: Sequence[Experience], *, explore_step: int, unit: int, part: Part | None = None
     ) -> ShardName:
         """Make one `put`, which shows the whole file or nothing. No second record can be lost, or be wrong."""
-        data = self._format().encode(experiences, self.run, self._codec)
+        from rftdask.buffer.log.columns import FORMATS  # late: loads pyarrow, which a listing of shards does not need
+
+        data = FORMATS[self.suffix][0](experiences, self.run, self._codec)
         name = self._name(experiences, data, explore_step, unit, part)
         self._storage.put(self.path(name), data)
         return name
@@ -82,7 +77,9 @@ class FileLog(ExperienceLog):
 
     def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
         """Read the whole file, because its checksum covers all of it; `columns` only saves decoding."""
-        return self._format().decode(name, self._storage.get(self.path(name)), columns)
+        from rftdask.buffer.log.columns import FORMATS  # late: as above
+
+        return FORMATS[self.suffix][1](name, self._storage.get(self.path(name)), columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
         """Move the shard to `quarantine/`, with the reason in a second file."""
@@ -207,7 +204,9 @@ class ParquetLog(FileLog):
         try:
             return super().read(name, columns)
         except NotFoundError:
-            rows = self._format().complete(self._compacted.read(self._bucket(name.explore_step), name))
+            from rftdask.buffer.log.columns import with_added_columns  # late: as above
+
+            rows = with_added_columns(self._compacted.read(self._bucket(name.explore_step), name))
             return rows if columns is None else rows.select(columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
@@ -218,16 +217,17 @@ class ParquetLog(FileLog):
 
     def compact(self, names: Sequence[ShardName], should_stop: Callable[[], bool] = lambda: False) -> Compaction:
         """Compact bucket by bucket; a shard is removed only after its merged file was read back whole."""
+        from rftdask.buffer.log.columns import decode_parquet  # late: as above
+
         sizes: dict[ShardName, int] = {}
 
         def read(name: ShardName) -> pa.Table | None:
             try:
                 data = self._storage.get(self.path(name))
-                table = self._format().decode(name, data, None)
+                sizes[name] = len(data)
+                return decode_parquet(name, data)
             except (DamagedError, NotFoundError, DataError):
                 return None  # this shard is not compacted
-            sizes[name] = len(data)
-            return table
 
         done = Compaction()
         for bucket, group in groupby(_sorted(names), key=lambda name: self._bucket(name.explore_step)):

@@ -24,8 +24,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from rftdask.buffer.log.columns import SCHEMA, experiences_to_table
-from rftdask.buffer.log.formats import to_lines
+from rftdask.buffer.log.columns import SCHEMA, experiences_to_table, to_lines
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.buffer.log.shard import Part, ShardName

@@ -11,8 +11,8 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.batches.source import BatchSource
+from rftdask.buffer.log.columns import encode_parquet
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.formats import encode_parquet
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.buffer.log.shard import ShardName

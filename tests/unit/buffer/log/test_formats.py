@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.log.columns import SCHEMA, experiences_to_table
-from rftdask.buffer.log.formats import decode_parquet
+from rftdask.buffer.log.columns import SCHEMA, decode_parquet, experiences_to_table
 from rftdask.buffer.log.schema import ADDED_COLUMNS
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError, DataError
