@@ -20,8 +20,16 @@ from typing import Annotated, Any
 
 import typer
 
-from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
-from rftdask.buffer.batches.lineage import LINEAGES, Parent, lineage_of, parent_storage, read_parent, record_parent
+from rftdask.buffer.batches.ledger import (
+    LINEAGES,
+    Ledger,
+    LedgerEntry,
+    Parent,
+    lineage_of,
+    parent_storage,
+    read_parent,
+    record_parent,
+)
 from rftdask.buffer.log import open_log
 from rftdask.cli.common import Progress, Run, say
 from rftdask.cluster.base import plan_cluster

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from safetensors.torch import load
 
-from rftdask.buffer.batches.lineage import lineage_of
+from rftdask.buffer.batches.ledger import lineage_of
 from rftdask.config import Config
 from rftdask.data.hub import is_model_name
 from rftdask.errors import DataError, UserError

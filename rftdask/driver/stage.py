@@ -19,8 +19,7 @@ from typing import Any
 from distributed import Future as DaskFuture
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
-from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.lineage import MAIN_LINEAGE, lineage_of
+from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger, lineage_of
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.retention import apply_retention
 from rftdask.cluster.base import Cluster, control_workers

@@ -35,8 +35,7 @@ from dataclasses import dataclass, replace
 from distributed import KilledWorker
 
 from rftdask.buffer.batches.backpressure import Backpressure
-from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.lineage import MAIN_LINEAGE
+from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import NOTE_EVERY, first_open_step, note_complete
 from rftdask.buffer.log.shard import done_units

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from rftdask.buffer.batches.audit import Audit, audit_log
-from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.lineage import lineage_of
+from rftdask.buffer.batches.ledger import Ledger, lineage_of
 from rftdask.buffer.batches.replay_priority import max_uses
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog

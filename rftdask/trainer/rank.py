@@ -30,8 +30,7 @@ from rftdask.buffer.batches.batch import (
     numbers_of,
     supervised_batch,
 )
-from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.lineage import lineage_of, parent_storage, read_parent
+from rftdask.buffer.batches.ledger import Ledger, lineage_of, parent_storage, read_parent
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.operator_pipeline import operators_of, run_pipeline
 from rftdask.buffer.batches.replay_priority import make_replay

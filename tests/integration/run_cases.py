@@ -24,8 +24,7 @@ import psutil
 import pytest
 import yaml
 
-from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.lineage import MAIN_LINEAGE
+from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger
 from rftdask.buffer.log.shard import ShardName
 from rftdask.cli import app as cli
 from rftdask.processes.zygote import requester_of

@@ -16,21 +16,30 @@ A file holds one entry, here of step 7, with a checksum over the rest (storage/c
      "positions": [[7, 0]], "notes": {}, "crc32": "5a3c0b12"}
 
 The ledger knows neither how a batch is chosen (selection.py) nor the content of its rows.
+
+A lineage that trains the batches of another one again, its parent, is a run folder of its own,
+`<run>/lineages/<name>/`, with its own ledger, checkpoints and metrics. It reads the experiences of the run that
+contains it, and never changes anything of that run.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
-from rftdask.buffer.batches.lineage import MAIN_LINEAGE
 from rftdask.errors import DamagedError, FencedError, NotFoundError
-from rftdask.storage import Storage
+from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import numbers_in
-from rftdask.storage.checked_json import dump_checked, load_checked
+from rftdask.storage.checked_json import dump_checked, load_checked, parse_object
 
+MAIN_LINEAGE = "main"
+"""Name of the lineage of a run without a parent."""
+LINEAGES = "lineages"
+"""Folder of a run that holds its other lineages."""
+_PARENT = "parent.json"
 SKIPPED = "skipped: "
 """Prefix of the drop reason of rows whose step the user has skipped; the user's own reason follows."""
 
@@ -75,7 +84,6 @@ class LedgerEntry:
     """Numbers for later readers, such as "num_missing_groups"; other batches depend on few of them."""
 
     def to_json(self) -> bytes:
-        """Return the content of the file."""
         return dump_checked(asdict(self))
 
     @classmethod
@@ -180,7 +188,6 @@ class Ledger:
         return max(self.steps(), default=0)
 
     def steps(self) -> list[int]:
-        """Return the recorded steps, ascending."""
         return numbers_in(self._storage.list(f"ledger/{self.lineage}"), suffix=".json")
 
     def last_of_run(self, first: int) -> int:
@@ -241,3 +248,49 @@ class Fence:
                 "from a backup: its rows may be trained, and a new batch could take them again"
             )
         return None
+
+
+# ---- lineages with a parent
+
+
+@dataclass(frozen=True)
+class Parent:
+    """Example: Parent(name="half-lr", lineage="main", step=20)   # trains what main trained after step 20"""
+
+    name: str
+    """Name of the lineage that has this parent."""
+    lineage: str
+    """Lineage whose batches are trained again."""
+    step: int
+    """Last optimizer step that both share; 0: they begin with the same model."""
+    schedule_steps: int | None = None
+    """Total steps of the parent's learning rate schedule; None: unknown, and not needed."""
+
+
+def read_parent(storage: Storage) -> Parent | None:
+    """Return the parent of the lineage in this run folder; None if the folder is a run. Raises: DamagedError."""
+    # By the path, without a read: most folders are runs, and this is called often.
+    if f"/{LINEAGES}/" not in storage.url:
+        return None
+    try:
+        return Parent(**parse_object(storage.get(_PARENT)))
+    except NotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise DamagedError(f"{storage.url}/{_PARENT} is damaged: {error}") from error
+
+
+def record_parent(storage: Storage, parent: Parent) -> bool:
+    """Record the parent permanently; False if the folder already has one."""
+    return storage.put_new(_PARENT, json.dumps(asdict(parent), indent=1).encode())
+
+
+def parent_storage(storage: Storage) -> Storage:
+    """Return the run folder that contains this lineage."""
+    return open_storage(storage.url.rpartition(f"/{LINEAGES}/")[0])
+
+
+def lineage_of(storage: Storage) -> str:
+    """Return the name of the lineage whose ledger is in this run folder."""
+    parent = read_parent(storage)
+    return MAIN_LINEAGE if parent is None else parent.name

@@ -390,7 +390,6 @@ class EntryReader:
             self._num_bytes += table.nbytes
 
     def forget_all_but(self, sources: Collection[str]) -> None:
-        """Free the memory of all other shards."""
         for source in [source for source in self._tables if source not in sources]:
             self._num_bytes -= self._tables.pop(source).nbytes
 

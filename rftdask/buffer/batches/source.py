@@ -167,7 +167,6 @@ class ReplayedSource(BatchSource):
         return self._rows.read(entry, places)
 
     def look_ahead(self, step: int) -> LedgerEntry | None:
-        """Return the parent's entry."""
         return self._parent.read(step)
 
     def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:

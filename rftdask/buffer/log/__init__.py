@@ -7,7 +7,7 @@ shards (compaction.py, retention.py). It does not know what was trained: the led
 
 from __future__ import annotations
 
-from rftdask.buffer.batches.lineage import parent_storage, read_parent
+from rftdask.buffer.batches.ledger import parent_storage, read_parent
 from rftdask.buffer.log.file_log import JsonlLog, ParquetLog
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
 from rftdask.config import Config

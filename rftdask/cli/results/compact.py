@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from rftdask.buffer.batches.audit import Audit
-from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.lineage import read_parent
+from rftdask.buffer.batches.ledger import Ledger, read_parent
 from rftdask.buffer.batches.selection import Cursor
 from rftdask.buffer.log.compaction import Compaction
 from rftdask.cli.common import Run, say

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rftdask.buffer.batches.batch import TrainingBatch
-from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
-from rftdask.buffer.batches.lineage import MAIN_LINEAGE
+from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.log.file_log import FileLog, ParquetLog

@@ -27,7 +27,7 @@ from rftdask.algorithm.advantages.base import step_seed
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch, mismatched
-from rftdask.buffer.batches.lineage import parent_storage, read_parent
+from rftdask.buffer.batches.ledger import parent_storage, read_parent
 from rftdask.config import Config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.data.images import ImageProcessor
