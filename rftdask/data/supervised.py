@@ -200,35 +200,26 @@ class LabeledRows:
         """Tokenize the rows with these numbers. Raises: DataError: a row has no text, or an invalid label."""
         rows = self._rows.read(numbers)
         # The better response of a pair is the desirable one.
-        labels = [1.0, 0.0] * len(numbers) if self.sequences_per_row == 2 else [self._label(n) for n in numbers]
+        labels = [1.0, 0.0] * len(numbers)
+        if self.sequences_per_row == 1:
+            labels = [_read_label(number, self._dataset[number], self._label_key) for number in numbers]
         return [(*row, label) for row, label in zip(rows, labels, strict=True)]
 
-    def _label(self, number: int) -> float:
-        return _read_label(number, self._dataset[number], self._label_key)
 
-
-class TextRows:
+class TextRows(SftRows):
     """Tokenizes rows of one text (`prompt_key`) on demand, with an end token; every token but the first is learned."""
 
-    sequences_per_row = 1
-
-    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
-        """max_tokens: longer texts are cut at the end. Raises: DataError: the column is missing."""
-        self._key = fmt.prompt_key
-        check_columns(dataset, "cpt", fmt)
-        self._dataset = dataset
-        self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
+    schema = "cpt"
 
     def read(self, numbers: Sequence[int]) -> list[Row]:
         """Tokenize the rows with these numbers. Raises: DataError: a row has no text, or fewer than two tokens."""
         rows: list[Row] = []
         for number in numbers:
-            tokens = self._tokenizer.encode(_text(number, self._dataset[number], self._key), add_special_tokens=False)
-            tokens = with_end_token(self._tokenizer, with_first_token(self._tokenizer, tokens))
-            tokens = tokens[: self._max_tokens]
+            key = self._format.prompt_key
+            tokens = self._tokenizer.encode(_text(number, self._dataset[number], key), add_special_tokens=False)
+            tokens = with_end_token(self._tokenizer, with_first_token(self._tokenizer, tokens))[: self._max_tokens]
             if len(tokens) < 2:
-                raise DataError(f"row {number}: column {self._key!r} has {len(tokens)} tokens; at least 2 are needed")
+                raise DataError(f"row {number}: column {key!r} has {len(tokens)} tokens; at least 2 are needed")
             # The first token is the prompt: nothing predicts it.
             rows.append((tokens, 1, None))
         return rows

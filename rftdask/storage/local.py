@@ -73,7 +73,6 @@ class Posix:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: Data) -> None:
-        """Write all of the bytes."""
         rest = memoryview(data)
         if len(rest) >= _DIRECT_BYTES:
             rest = rest[_write_direct(descriptor, rest) :]
@@ -89,7 +88,6 @@ class Posix:
         os.close(descriptor)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename `source` to `target`, replacing a file."""
         os.replace(source, target)
 
     def link(self, source: str, target: str) -> None:
@@ -126,7 +124,6 @@ class Posix:
             os.close(descriptor)
 
     def pause(self, seconds: float) -> None:
-        """Sleep before a retry."""
         time.sleep(seconds)
 
     def restrict(self, path: str) -> None:
@@ -236,15 +233,8 @@ class LocalStorage(Storage):
         """As `put`, with link(2) instead of the rename: the file system picks one winner."""
         return self._write("put_new", path, data)
 
-    def get(self, path: str) -> bytes:
+    def get(self, path: str, *part: int) -> bytes:
         """See Storage. A file that is replaced meanwhile is read whole: the descriptor keeps the opened one."""
-        return self._get(path)
-
-    def get_part(self, path: str, start: int, stop: int) -> bytes:
-        """See Storage. Reads no other bytes."""
-        return self._get(path, start, max(0, stop - start))
-
-    def _get(self, path: str, *part: int) -> bytes:
         target = self._at(path)
 
         def read() -> bytes:
@@ -254,6 +244,10 @@ class LocalStorage(Storage):
                 raise NotFoundError(f"{target} does not exist") from error
 
         return self._call("get", target, read)
+
+    def get_part(self, path: str, start: int, stop: int) -> bytes:
+        """See Storage. Reads no other bytes."""
+        return self.get(path, start, max(0, stop - start))
 
     def list(self, folder: str = "") -> list[str]:
         """See Storage. Temporary files of live and dead writers are omitted."""
