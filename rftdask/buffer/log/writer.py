@@ -2,13 +2,12 @@
 
 A group waits at most `max_commit_delay_s` for the other groups. Invariants: this writer commits every group once, and
 none that was committed before. A unit whose groups are done at about the same time is one shard, as is one that cannot
-be split. The writer knows neither rollouts nor engines. It commits in a thread of its own, so that rollouts continue.
+be split. The writer knows neither rollouts nor engines. It commits in threads of its own, so that rollouts continue.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 
@@ -54,28 +53,26 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
         self._committed = set(committed)
         self._names: list[ShardName] = []
         self._waiting: dict[int, Sequence[Experience]] = {}  # Groups that are finished and not committed, by slot.
-        self._oldest_s = 0.0  # Monotonic time when the oldest of them was added.
+        self._timer: threading.Timer | None = None  # Commits the waiting groups.
+        self._lock = threading.Lock()  # Guards the waiting groups.
+        self._committing = threading.Lock()  # Held during a commit.
         self._error: BaseException | None = None
         self._closed = False
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
 
     def add(self, slot: int, experiences: Sequence[Experience]) -> None:
         """Add a whole group; `slot` is the place of its task in the unit. Does not block.
 
         A slot that is waiting or committed is ignored: its rollouts ran twice.
         """
-        with self._changed:
+        with self._lock:
             if slot in self._committed or slot in self._waiting:
                 return
-            if not self._waiting:
-                self._oldest_s = time.monotonic()
-            self._waiting[slot] = experiences
             # A unit that is committed as a whole needs no thread.
-            if self._thread is None and self._max_commit_delay_s is not None:
-                self._thread = threading.Thread(target=self._flush_old_ones, name="unit-writer", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            if not self._waiting and self._max_commit_delay_s is not None:
+                self._timer = threading.Timer(self._max_commit_delay_s, self._flush)
+                self._timer.daemon = True
+                self._timer.start()
+            self._waiting[slot] = experiences
 
     def finish(self) -> list[ShardName]:
         """Commit the waiting groups and return the names of all shards of this writer, which are durable.
@@ -95,40 +92,29 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
 
         Raises: WaitTimeout: a commit hangs.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_JOIN_S)
-            if self._thread.is_alive():
-                where = f"work unit {self._explore_step}/{self._unit}"
-                raise WaitTimeout(f"{where}: a commit has hung for {_JOIN_S:.0f} s; check the storage of the run")
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._committing.acquire(timeout=_JOIN_S):
+            where = f"work unit {self._explore_step}/{self._unit}"
+            raise WaitTimeout(f"{where}: a commit has hung for {_JOIN_S:.0f} s; check the storage of the run")
+        self._closed = True
+        self._committing.release()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _flush_old_ones(self) -> None:
-        """Run the thread: commit the waiting groups whenever the oldest has waited `max_commit_delay_s`, until
-        `close`."""
-        assert self._max_commit_delay_s is not None
-        while True:
-            with self._changed:
-                while not self._closed:
-                    due_in_s = threading.TIMEOUT_MAX  # no group is waiting
-                    if self._waiting:
-                        due_in_s = self._oldest_s + self._max_commit_delay_s - time.monotonic()
-                    if due_in_s <= 0:
-                        break
-                    self._changed.wait(due_in_s)
-                if self._closed:
-                    return  # `finish` commits the rest
+    def _flush(self) -> None:
+        """Commit the groups that are waiting, unless `finish` does or an earlier commit failed."""
+        with self._committing:
+            if self._closed or self._error is not None:
+                return
+            # Without this lock during the commit, so that `add` does not wait for storage.
+            with self._lock:
                 groups, self._waiting = self._waiting, {}
-            # Without the lock, so that `add` does not wait for storage.
             try:
                 self._commit(groups)
             except BaseException as error:  # `finish` raises it
                 self._error = error
-                return
 
     def _commit(self, groups: dict[int, Sequence[Experience]]) -> None:
         slots = tuple(sorted(groups))
