@@ -11,7 +11,6 @@ import fcntl
 import glob
 import os
 import resource
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ import psutil
 
 from rftdask.errors import UserError
 from rftdask.processes.device_lock import DEVICES_VARIABLE, shared_devices
+from rftdask.storage.shared_folder import private_folder
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _FREE_S = 30.0
@@ -163,12 +163,7 @@ def _folder() -> Path:
     """Folder of this user's GPU locks on this machine, or in this job, since GPU names may be relative to a job."""
     job = next((os.environ[name] for name in _JOBS if os.environ.get(name)), "")
     folder = Path(tempfile.gettempdir(), f"rftdask-gpus-{os.getuid()}" + f"-{job.replace('/', '-')}" * bool(job))
-    folder.mkdir(mode=0o700, exist_ok=True)
-    # In a shared folder for temporary files another user may have created a folder or link of this name.
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise UserError(f"{folder} belongs to another user; set TMPDIR to your own folder")
-    return folder
+    return private_folder(folder, "set TMPDIR to your own folder")
 
 
 def _claim(names: Sequence[str], number: int, role: str) -> list[str]:
