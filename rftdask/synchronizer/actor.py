@@ -126,7 +126,6 @@ class SyncHandle:
         """Dask's proxy of the actor after a successful call. None: not looked up yet, or the last call failed."""
 
     def latest(self) -> Published | None:
-        """Newest published version, read from storage."""
         return latest_published(self._storage)
 
     def wait_for_version(

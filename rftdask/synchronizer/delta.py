@@ -89,7 +89,6 @@ class DeltaFile:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the complete file."""
         return len(self._checks)
 
     def changes(self, number: int) -> tuple[NDArray[np.int64], Words]:

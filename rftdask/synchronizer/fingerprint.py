@@ -10,9 +10,8 @@ bfloat16, a missing layer or the output head of other weights; in 8 bits, only t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 NUM_SEQUENCES = 4
 SEQUENCE_LENGTH = 16
@@ -71,15 +70,6 @@ class Fingerprint:
         return (
             f"logprobs differ by up to {largest:.2g} and by {mean:.2g} on average; {dtype} allows "
             f"{max_gap:g} and {max_mean:g}"
-        )
-
-    @classmethod
-    def from_plain(cls, tree: Mapping[str, Any]) -> Fingerprint:
-        """Inverse of `dataclasses.asdict`. Raises: KeyError, TypeError, ValueError: not a fingerprint."""
-        return cls(
-            tuple(tuple(int(token) for token in sequence) for sequence in tree["sequences"]),
-            tuple(tuple(float(value) for value in row) for row in tree["logprobs"]),
-            str(tree["dtype"]),
         )
 
 

@@ -54,7 +54,6 @@ class FileEntry:
         return cls(**{**tree, "blocks": tuple(tree.get("blocks", ()))})
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form in a manifest."""
         tree: dict[str, Any] = {"size_bytes": self.size_bytes, "sha256": self.sha256}
         # Omitted when empty: older versions treat the key as damage.
         return {**tree, "blocks": list(self.blocks)} if self.blocks else tree

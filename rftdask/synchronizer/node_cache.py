@@ -21,8 +21,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -76,8 +76,13 @@ class NodeCache:
         remove_unused(self._folder.parent, keep=self._folder)
 
         def fill() -> None:
-            with _space_errors(self._folder.parent.parent):
+            try:
                 self._fill(storage, published, timeout_s, transport)
+            except OSError as error:
+                raise StorageError(
+                    f"cannot store weights below {self._folder.parent.parent}: {error.strerror or error}; free some "
+                    f"space, or set TMPDIR or {SHARED_MEMORY} to another folder of this machine"
+                ) from error
 
         late = f"another process did not finish reading {published.folder}"
         self._shared.use(self._is_whole, fill, timeout_s, late)
@@ -125,7 +130,10 @@ class NodeCache:
         # Recorded before reading, so that a file replaced meanwhile is noticed.
         before = {path: _identity(path) for path in self._paths.values() if not path.is_relative_to(self._folder)}
         with ExitStack() as held:
-            blocks = _stored_blocks(storage, published)
+            blocks: _Blocks = [
+                partial(manifests.read_block, storage, f"{published.folder}/{name}", entry)
+                for name, entry in published.files
+            ]
             if published.held is not None:
                 blocks = _in_memory_blocks(storage, published, self._paths, transport, held)
             elif published.delta is not None:
@@ -170,16 +178,10 @@ _Blocks: TypeAlias = list[Callable[[int], Data]]
 """For each file a function that reads a block by its number and verifies it."""
 
 
-def _stored_blocks(storage: Storage, published: Published) -> _Blocks:
-    return [
-        partial(manifests.read_block, storage, f"{published.folder}/{name}", entry) for name, entry in published.files
-    ]
-
-
 def _in_memory_blocks(
     storage: Storage, published: Published, paths: Mapping[str, Path], transport: Transport | None, held: ExitStack
 ) -> _Blocks:
-    """Like `_stored_blocks`, for files in the memory of ranks. Files of this machine are linked to `paths`.
+    """Return the blocks of files in the memory of ranks. Files of this machine are linked to `paths`.
 
     Raises: NotFoundError: a file is on another machine and there is no transport.
     """
@@ -200,7 +202,7 @@ def _in_memory_blocks(
 
 
 def _rebuilt_blocks(storage: Storage, published: Published, timeout_s: float, held: ExitStack) -> _Blocks:
-    """Like `_stored_blocks`, for a delta. Its base stays locked until the stack closes.
+    """Return the blocks of a delta. Its base stays locked until the stack closes.
 
     Raises: DamagedError: a base is missing or was replaced.
     """
@@ -315,16 +317,3 @@ def sweep() -> None:
     """Remove files left on this machine by killed processes of this user."""
     for in_memory in (False, True):
         remove_unused(_root(in_memory))
-
-
-@contextmanager
-def _space_errors(place: Path) -> Iterator[None]:
-    try:
-        yield
-    except (StorageError, NotFoundError, DamagedError):
-        raise
-    except OSError as error:
-        raise StorageError(
-            f"cannot store weights below {place}: {error.strerror or error}; free some space, or set TMPDIR or "
-            f"{SHARED_MEMORY} to another folder of this machine"
-        ) from error

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.base import numbers_in
@@ -111,7 +113,6 @@ def model_files(names: Iterable[str]) -> list[str]:
 
 
 def weights_folder(version: int) -> str:
-    """Folder of a policy version, below the run's."""
     return f"weights/{version}"
 
 
@@ -202,26 +203,22 @@ def checkpoint_weights(manifest: Manifest, folder: str) -> Published | None:
 def published_as(manifest: Manifest, folder: str) -> Published:
     """Publication described by the manifest of `folder`. Raises: DamagedError: its `extra` cannot be read."""
     files, delta = tuple((name, entry) for name, entry in sorted(manifest.files.items()) if name != INDEX_FILE), None
-    if DELTA in manifest.extra:
-        try:
+    held = None
+    try:
+        if DELTA in manifest.extra:
             tree = manifest.extra[DELTA]
             delta = Delta(int(tree["base"]), str(tree["base_hash"]), int(tree["whole"]), files)
             files = tuple((name, FileEntry.from_json(entry)) for name, entry in sorted(tree["files"].items()))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"the delta of version {manifest.version} is damaged: {error!r}") from error
-    held = None
-    if HELD in manifest.extra:
-        try:
+        if HELD in manifest.extra:
             held = dict(manifest.extra[HELD]["addresses"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"the addresses of version {manifest.version} are damaged: {error!r}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"the manifest of version {manifest.version} is damaged: {error!r}") from error
     content_hash = replace(manifest, files=dict(files)).content_hash
     fingerprint = fingerprint_of(manifest)
     return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint, delta, held)
 
 
 def fingerprint_extra(fingerprint: Fingerprint | None) -> dict[str, Any]:
-    """Manifest `extra` with the fingerprint."""
     return {} if fingerprint is None else {"fingerprint": asdict(fingerprint)}
 
 
@@ -230,8 +227,8 @@ def fingerprint_of(manifest: Manifest) -> Fingerprint | None:
     if "fingerprint" not in manifest.extra:
         return None
     try:
-        return Fingerprint.from_plain(manifest.extra["fingerprint"])
-    except (KeyError, TypeError, ValueError) as error:
+        return TypeAdapter(Fingerprint).validate_python(manifest.extra["fingerprint"])
+    except ValueError as error:
         raise DamagedError(f"the fingerprint of version {manifest.version} is damaged: {error!r}") from error
 
 

@@ -65,7 +65,6 @@ class SyncRules:
     max_staleness: int | None = None
 
     def weights_for(self, explore_step: int) -> WeightRequirement:
-        """Weights that the step requires before it starts."""
         # The first boundary is at step 1 + sync_offset; steps before the second boundary run on version 0.
         syncs = max(0, explore_step - 1 - self.sync_offset) // self.explorer_sync_interval
         if self.style is SyncStyle.FIXED:
@@ -154,7 +153,6 @@ class SyncRules:
 
 
 def make_sync_rules(config: Config) -> SyncRules:
-    """Sync rules of a stage."""
     section = config.synchronizer
     return SyncRules(
         style=SyncStyle(section.sync_style),

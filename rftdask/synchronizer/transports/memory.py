@@ -64,7 +64,6 @@ class InMemoryPublisher:
         return entries
 
     def fingerprint(self, version: int) -> Fingerprint | None:
-        """Fingerprint passed to `hold`."""
         return self._held[version][1]
 
     def files(self, version: int) -> dict[str, Data]:
@@ -76,7 +75,6 @@ class InMemoryPublisher:
         return mapped
 
     def keep(self, versions: Collection[int]) -> None:
-        """Release all other versions."""
         for version in self._held.keys() - set(versions):
             self.release(version)
 

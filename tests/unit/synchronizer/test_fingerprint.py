@@ -15,6 +15,7 @@ from rftdask.synchronizer.fingerprint import TOLERANCES, Fingerprint, fixed_sequ
 from rftdask.synchronizer.manifest import Manifest, commit_folder, read_manifest
 from rftdask.synchronizer.published import (
     CHECKPOINT_MODEL_FILE,
+    fingerprint_of,
     latest_published,
     read_checkpoint_weights,
     read_published,
@@ -110,4 +111,4 @@ def test_an_unreadable_fingerprint_is_damage(storage: Storage) -> None:
 
 def test_a_fingerprint_survives_json_to_the_bit() -> None:
     odd = Fingerprint(((1, 2),), ((-1 / 3,),), "bfloat16")
-    assert Fingerprint.from_plain(json.loads(json.dumps(asdict(odd)))) == odd
+    assert fingerprint_of(Manifest("main", 1, {}, json.loads(json.dumps({"fingerprint": asdict(odd)})))) == odd
