@@ -140,12 +140,10 @@ def video_files(cell: Any, base: str) -> list[bytes]:
 
 
 def name_of(content: bytes) -> str:
-    """Return the name of the image with this content."""
     return sha256(content).hexdigest()
 
 
 def data_url(content: bytes) -> str:
-    """Return an image file as a data URL."""
     kind = next((kind for magic, kind in _MAGIC.items() if content.startswith(magic)), "application/octet-stream")
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
@@ -239,7 +237,6 @@ class ImageFolder:
         return content
 
     def holds(self, name: str) -> bool:
-        """Return True if the file is on this machine."""
         return (self._path / file_of(name)).exists()
 
 
@@ -328,7 +325,6 @@ class ImageProcessor:
 
     @cached_property
     def hf_processor(self) -> Any:
-        """The transformers processor of the model."""
         source, options = local_model(self._model_path), {"trust_remote_code": self._trust_remote_code}
         try:
             try:
@@ -357,7 +353,6 @@ class ImageProcessor:
 
     @property
     def placeholder_id(self) -> int:
-        """Id of the placeholder of an image."""
         return int(self.hf_processor.image_token_id)
 
     def placeholder_of(self, name: str) -> int:
@@ -395,7 +390,6 @@ class ImageProcessor:
         return image
 
     def tokens(self, name: str) -> tuple[int, ...]:
-        """Return the tokens of the image in a prompt."""
         return _tokens(self, name)
 
     def with_placeholders(self, tokens: Sequence[int], names: Sequence[str]) -> list[int]:

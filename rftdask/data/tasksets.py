@@ -66,7 +66,6 @@ class Taskset:
 
     @property
     def fingerprint(self) -> str:
-        """Content hash of the dataset."""
         return self.dataset.fingerprint
 
     def check(self, max_bad_rows: int = 0) -> None:

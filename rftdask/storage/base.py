@@ -199,10 +199,7 @@ _WARN_AFTER_TRIES = 6  # About 3 s; shorter faults are not logged.
 
 
 class Patience:
-    """Bounded retries of one call.
-
-    Example: Patience("get s3://bucket/a", is_transient).call(read)
-    """
+    """Bounded retries of one call. Example: Patience("get s3://bucket/a", is_transient).call(read)"""
 
     def __init__(
         self,

@@ -21,7 +21,6 @@ _MAX_INTEGER_BITS = 1023
 
 
 def dump_checked(tree: Mapping[str, Any], indent: int | None = None) -> bytes:
-    """Return `tree` as JSON with its checksum."""
     return json.dumps({**tree, _KEY: _checksum(tree)}, sort_keys=True, indent=indent).encode()
 
 

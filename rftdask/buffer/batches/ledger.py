@@ -46,10 +46,7 @@ SKIPPED = "skipped: "
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of one source.
-
-    Example: Rows("00000007-0000-9f3a61c2b07d-n8-v6-6-1c291ca3.parquet", (3,), "failed")
-    """
+    """Some rows of one source. Example: Rows("00000007-0000-9f3a61c2b07d-n8-v6-6-1c291ca3.parquet", (3,), "failed")"""
 
     source: str
     """Name of a shard, or "dataset:<fingerprint>" for rows of a dataset."""

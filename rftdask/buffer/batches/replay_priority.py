@@ -97,10 +97,7 @@ PRIORITY_FUNCTIONS = read_parts("rftdask.buffer.batches.replay_priority", "prior
 
 @dataclass(frozen=True)
 class Replay:
-    """The rule for using groups more than once.
-
-    Example: Replay(LinearDecay(decay=2.0), reuse_cooldown_s=30.0)
-    """
+    """The rule for using groups more than once. Example: Replay(LinearDecay(decay=2.0), reuse_cooldown_s=30.0)"""
 
     priority_fn: PriorityFunction = LinearDecay()
     reuse_cooldown_s: float | None = None

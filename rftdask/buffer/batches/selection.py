@@ -106,7 +106,6 @@ class Cursor:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, object]) -> Cursor:
-        """Inverse of `state_dict`."""
         beyond = state["beyond"]
         assert isinstance(beyond, list) and isinstance(state["low"], int)
         return cls(state["low"], {(int(step), int(slot)) for step, slot in beyond})

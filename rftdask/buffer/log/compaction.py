@@ -212,7 +212,6 @@ class MergedFile:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """Names of all its shards."""
         return tuple(shard for group in self.groups for shard in group.shards)
 
 
@@ -319,7 +318,6 @@ def rows_of(table: pa.Table, group: RowGroup, name: ShardName) -> pa.Table:
 
 
 def _place(name: ShardName) -> pa.Table:
-    """Return the columns `shard` and `row` of a shard."""
     import pyarrow as pa
 
     columns = [pa.field("shard", pa.string(), nullable=False), pa.field("row", pa.int32(), nullable=False)]

@@ -73,7 +73,6 @@ class ShardName:
 
     @cached_property
     def text(self) -> str:
-        """The file name."""
         part = "" if self.part is None else f"-{self.part.text}"
         return (
             f"{self.explore_step:08d}-{self.unit:04d}-{self.writer}{part}-n{self.num_rows}"

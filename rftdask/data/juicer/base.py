@@ -49,7 +49,6 @@ class Pipeline:
 
     @property
     def names(self) -> list[str]:
-        """Names of the operators, in their order."""
         return [name for entry in self.operators for name in entry]
 
 

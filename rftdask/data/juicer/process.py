@@ -105,7 +105,6 @@ class JuicerProcess(Juicer):
             raise
 
     def close(self) -> None:
-        """Kill the process and its forks."""
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_CLOSE_S)

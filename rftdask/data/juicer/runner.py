@@ -144,12 +144,10 @@ def compare_rows(rows: Sequence[Row], before: Sequence[Row], after: Sequence[Row
 
 
 def numbers_of(dataset: Any) -> set[int]:
-    """Return the numbers of the rows in a dataset."""
     return set(dataset.with_format(None)[ROW][:]) if len(dataset) else set()
 
 
 def main() -> None:
-    """Serve the parent process."""
     source, sink = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # prints of libraries go to stderr, line by line, so that the last lines before a kill are kept
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace")

@@ -90,7 +90,6 @@ class JuicerService(Juicer):
         return [RowResult(**line) for line in compare_rows(before, table.to_pylist(), after)]
 
     def close(self) -> None:
-        """End the session."""
         session, self._session = self._session, ""
         if session:
             # The service may be gone, and a remaining session costs it only some bytes.
