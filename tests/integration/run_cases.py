@@ -149,13 +149,17 @@ class RunProcess:
                 pytest.fail(f"the run ended too early, with code {self.process.returncode}: {self.end()}")
         pytest.fail(f"what was waited for did not happen in {deadline_s} s: {self.kill_and_read()}")
 
-    def end(self, deadline_s: float = DEADLINE_S) -> Ended:
-        """Wait for the end of the run."""
+    def end(self, deadline_s: float = DEADLINE_S, *, code: int | None = None) -> Ended:
+        """Wait for the end of the run. With `code`, it must have this exit code, and no process may outlive it."""
         try:
             out, err = self.process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the run did not end in {deadline_s} s: {self.kill_and_read()}")
-        return Ended(self.process.returncode, out, err)
+        ended = Ended(self.process.returncode, out, err)
+        if code is not None:
+            assert ended.code == code, ended
+            self.wait_for_no_survivors()
+        return ended
 
     def interrupt(self) -> None:
         """Send SIGINT to all processes of the group, as Ctrl-C in a terminal does."""
@@ -235,10 +239,7 @@ def finish(config: Path | str, *overrides: str) -> Ended:
 def finish_alone(config: Path, *overrides: str) -> Ended:
     """Run to the end in a separate process with the current environment. The run must succeed."""
     with RunProcess("run", str(config), *overrides, "--progress", "plain") as run:
-        ended = run.end()
-        assert ended.code == 0, ended
-        run.wait_for_no_survivors()
-    return ended
+        return run.end(code=0)
 
 
 # ---- contents of run folders
@@ -324,5 +325,4 @@ def interrupt_when(condition: Callable[[], bool], config: Path, *overrides: str)
     with RunProcess("run", str(config), *overrides) as run:
         run.wait_until(condition)
         run.interrupt()
-        ended = run.end()
-    assert ended.code == 130, ended
+        run.end(code=130)

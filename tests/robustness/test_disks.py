@@ -175,9 +175,7 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes(make_disk: Callable
     with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
         run.wait_until(lambda: runs.num_steps(folder) >= 3)
         disk.fill()
-        ended = run.end()
-        run.wait_for_no_survivors()
-    assert ended.code == 1, ended
+        ended = run.end(code=1)
     assert ended.err.startswith("error: put") and ended.err.count("\n") == 1, ended
     assert str(folder) in ended.err and FULL in ended.err, ended
     assert "restarts" not in ended.out and "runs again" not in ended.out, "no try could have helped"

@@ -62,8 +62,8 @@ def test_a_model_is_pushed_with_its_card(experiment: Experiment) -> None:
     with fake_hub() as hub:
         env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_OFFLINE": "0"}
         with RunProcess("push", experiment.url, "me/sums", env=env) as push:
-            ended = push.end()
-        assert ended.code == 0 and "me/sums" in ended.out, ended
+            ended = push.end(code=0)
+        assert "me/sums" in ended.out, ended
         assert (hub.private, hub.commits) == ({"me/sums": True}, ["step 3 of tiny"])
         files = hub.models["me/sums"]
         exported = Path(experiment.model_path())
@@ -74,5 +74,5 @@ def test_a_model_is_pushed_with_its_card(experiment: Experiment) -> None:
         assert "| grpo | grpo | 3 | 0.001 |" in card and "toy/train.jsonl" in card and "4 tasks x 4 rollouts" in card
         assert "repeat_times: 4" in card, "its settings"
         with RunProcess("push", experiment.url, "me/sums", env={**env, "HF_TOKEN": "hf_wrong"}) as push:
-            ended = push.end()
-        assert ended.code == 2 and "rejects me/sums" in ended.err and "Traceback" not in ended.err, ended
+            ended = push.end(code=2)
+        assert "rejects me/sums" in ended.err and "Traceback" not in ended.err, ended

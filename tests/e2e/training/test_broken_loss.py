@@ -71,9 +71,7 @@ def test_a_planned_gpu_that_torch_cannot_use_ends_the_run(tmp_path: Path) -> Non
         pytest.skip("this torch is built for GPUs")
     config = write_grpo_config(tmp_path, trainer={"total_steps": 1})
     with RunProcess("run", str(config), "--progress", "plain", env={"CUDA_VISIBLE_DEVICES": "0"}) as run:
-        ended = run.end(DEADLINE_S)
-        run.wait_for_no_survivors()
-    assert ended.code == 2, ended  # before, the exit code was 0, because the run continued on the CPU
+        ended = run.end(DEADLINE_S, code=2)  # before, the exit code was 0, because the run continued on the CPU
     message = " ".join(ended.err.split())
     assert "GPU 0 is planned for this process (CUDA_VISIBLE_DEVICES), and torch" in message, ended
     assert "is built without CUDA" in message and "hide the GPUs: CUDA_VISIBLE_DEVICES=" in message, ended
@@ -107,7 +105,5 @@ def test_a_second_ctrl_c_waits_for_no_role(tmp_path: Path) -> None:
         run.interrupt()
         run.wait_until(lambda: (run_folder(config) / STOP_FILE).exists(), DEADLINE_S)
         run.interrupt()
-        ended = run.end(120.0)  # a fraction of every deadline of a role
-        run.wait_for_no_survivors()
-    assert ended.code == 130, ended
+        ended = run.end(120.0, code=130)  # a fraction of every deadline of a role
     assert "ended at once" in ended.err, ended

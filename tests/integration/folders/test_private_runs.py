@@ -45,8 +45,7 @@ def test_a_private_run_leaves_nothing_to_others_and_no_secret(config: Path, tmp_
         changes = ("private=true", f"trainer.total_steps={steps}", "monitor.monitor_type=tensorboard")
         words = ("run", str(config), *changes, "--progress", "none")
         with RunProcess(*words, env={"MY_JUDGE": URL, "MY_KEY": KEY}, program=("-c", MASKLESS)) as run:
-            ended = run.end()
-        assert ended.code == 0, ended
+            ended = run.end(code=0)
         assert not any(secret in ended.out + ended.err for secret in ("hunter2", KEY))
     statuses = call_cli("experiences", str(folder), "--csv", "--sql", "select distinct status from experiences")
     assert statuses.out == "status\nok\n", "the workflow got what was set"

@@ -11,9 +11,13 @@ import pytest
 import yaml
 
 from rftdask import Experiment
+from rftdask.monitor.metrics import read_metrics
+from rftdask.storage import open_storage
 from tests.e2e.toy_runs import run_folder as toy_folder
 from tests.e2e.toy_runs import write_grpo_config
 from tests.integration import run_cases as runs
+from tests.integration.run_cases import NUM_EVAL_TASKS, call_cli, run_folder, write_config
+from tests.unit.rollouts.policy.api_server import KEY, api_server
 
 STEPS = 4
 WORKFLOW = "tests.integration.inputs.judged_workflow.judged"
@@ -71,8 +75,7 @@ def test_killing_a_judge_does_not_change_its_verdicts(tmp_path: Path) -> None:
         run.wait_until(lambda: runs.num_steps(folder) >= 1)
         [judge] = [engine for engine in run.children(runs.ENGINE) if "auxiliary-0.log" in str(engine.open_files())]
         runs.worker_of(judge).kill()
-        ended = run.end()
-        assert ended.code == 0, ended
+        ended = run.end(code=0)
         assert "an engine of auxiliary model 'judge' ended: its worker was lost; it is replaced" in ended.out
         run.wait_for_no_survivors()
     runs.assert_sound(folder)
@@ -91,3 +94,46 @@ def test_a_model_on_a_worker_of_its_own_scores_answers(tmp_path: Path) -> None:
     table = pa.concat_tables(pq.read_table(file) for file in toy_folder(config).glob("experiences/0*/*.parquet"))
     rewards = table["reward"].to_pylist()
     assert all(0 < reward < 1 for reward in rewards) and len(set(rewards)) > 1
+
+
+pytest.importorskip("openai")
+EXTERNAL = ("model.external_model.enable=true", "model.external_model.model_name=m")
+
+
+def test_bench_measures_a_model_behind_an_api(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = (*EXTERNAL, "mode=bench", "explorer.rollout_model.engine_type=transformers")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    refused = call_cli("run", str(config), *settings)
+    assert refused.code == 2 and "environment variable OPENAI_BASE_URL is not set" in refused.err, refused
+    assert not (run_folder(config) / "run.json").exists()
+    with api_server("1", 429) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+        openai = ("explorer.rollout_model.engine_type=openai", "model.external_model.model_name=m")
+        ended = call_cli("run", str(config), "mode=bench", *openai)
+        assert ended.code == 0, ended
+        assert "explorer.rollout_model.engine_type: openai is taken as external" in ended.err
+        assert len(server.requests) == NUM_EVAL_TASKS + 1
+    evals = read_metrics(open_storage(run_folder(config)), "eval")
+    # The tasks are 0+1=, 1+1= and 2+1=, so one of the three answers is right.
+    assert evals["step"].tolist() == [0] and evals["bench/accuracy"].tolist() == [pytest.approx(1 / 3)]
+    assert evals["bench/reward/mean@1"].tolist() == [pytest.approx(1 / 3)]
+    written = [file.read_bytes() for file in run_folder(config).rglob("*") if file.is_file()]
+    assert written and not any(KEY.encode() in content for content in written)
+
+
+@pytest.mark.parametrize("mode", ["both", "explore", "train"])
+def test_nothing_is_trained_on_a_model_behind_an_api(tmp_path: Path, mode: str) -> None:
+    ended = call_cli("validate", str(write_config(tmp_path)), *EXTERNAL, f"mode={mode}")
+    assert ended.code == 2
+    assert "model.external_model.enable: a model behind an API returns no tokens or logprobs to train" in ended.err
+
+
+@pytest.mark.slow
+def test_a_wrong_key_is_an_error_of_the_user(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with api_server("1") as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+        ended = call_cli("run", str(config), *EXTERNAL, "mode=bench")
+    assert ended.code == 2 and "refuses all requests: AuthenticationError" in ended.err, ended

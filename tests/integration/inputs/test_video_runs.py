@@ -50,9 +50,7 @@ def test_a_run_with_videos_trains_on_its_own_samples(tmp_path: Path) -> None:
     config.write_text(json.dumps(tree))
     path = os.pathsep.join([str(ROOT / "tests" / "stand_ins"), str(ROOT)])
     with RunProcess("run", str(config), "--progress", "plain", env={"PYTHONPATH": path}) as run:
-        ended = run.end(120)
-        assert ended.code == 0, ended
-        run.wait_for_no_survivors()
+        run.end(120, code=0)
     folder = tmp_path / "runs" / "rftdask" / "watching"
     assert_sound(folder)
     shown = {name for names in Experiment.open(folder).experiences()["images"] for name in names}

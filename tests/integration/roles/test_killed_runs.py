@@ -16,7 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.shard import done_units
+from rftdask.storage import open_storage
 from tests.integration import run_cases as runs
+from tests.integration.run_cases import RunProcess, assert_same_run, assert_sound, run_folder, write_config
 from tests.living import lives
 
 STEPS = 40
@@ -88,12 +92,60 @@ def test_a_run_survives_losing_engine_trainer_and_worker(
         parent.kill()
         run.wait_until(lambda: runs.num_shards(folder) > shards + 2)
         assert not lives(engine), "the engine outlived its worker"
-        ended = run.end()
-        run.wait_for_no_survivors()
-    assert ended.code == 0, ended
+        ended = run.end(code=0)
     notes = [line for line in ended.out.splitlines() if line.startswith("note: ")]
     assert any("engine" in note for note in notes), notes
     assert any("trainer restarts from its newest checkpoint (1 of 3)" in note for note in notes), notes
     assert any("worker explorer-0" in note and "was lost" in note for note in notes), notes
     assert method == MEMORY or list(folder.glob("weights/*/*.delta")), "nothing was published as what has changed"
     assert_same_end(folder, undisturbed)
+
+
+pytestmark = pytest.mark.slow
+
+PART_STEPS = 8
+IN_PARTS = (
+    f"trainer.total_steps={PART_STEPS}",
+    "trainer.save_interval=3",
+    "explorer.eval_interval=100",
+    "explorer.tasks_per_batch=4",
+    "buffer.explorer_input.default_workflow_type=tests.integration.roles.slow_workflow.uneven",
+    "--progress",
+    "plain",
+)
+
+
+def num_half_done(folder: Path) -> int:
+    """Return the number of partly committed work units."""
+    names = ParquetLog(open_storage(str(folder))).shards()
+    return len({(name.explore_step, name.unit) for name in names} - done_units(names))
+
+
+def is_paused_half_done(run: RunProcess, folder: Path) -> bool:
+    """Pause the run and return True if a batch is half done; otherwise let the run continue."""
+    if not num_half_done(folder):
+        return False
+    run.pause()
+    if num_half_done(folder):
+        return True
+    run.resume()
+    return False
+
+
+def test_a_run_killed_between_parts_of_a_batch_ends_the_same(tmp_path: Path) -> None:
+    whole, parts = write_config(tmp_path / "whole"), write_config(tmp_path / "parts")
+    with RunProcess("run", str(whole), "explorer.max_commit_delay_s=null", *IN_PARTS) as run:
+        run.end(code=0)
+    folder = run_folder(parts)
+    settings = ("run", str(parts), "explorer.max_commit_delay_s=0.01", *IN_PARTS)
+    for _ in range(2):
+        with RunProcess(*settings) as run:
+            run.wait_until(lambda run=run: is_paused_half_done(run, folder))
+            run.kill()
+            run.wait_for_no_survivors()
+            assert num_half_done(folder) > 0
+    with RunProcess(*settings) as run:
+        run.end(code=0)
+    names = ParquetLog(open_storage(str(folder))).shards()
+    assert sum(name.part is not None for name in names) > PART_STEPS
+    assert assert_same_run(folder, run_folder(whole))["step"] == assert_sound(run_folder(whole))["step"] == PART_STEPS

@@ -19,6 +19,8 @@ from rftdask.config import load_config
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import make_sync_rules
 from tests.integration import run_cases as runs
+from tests.integration.run_cases import RunProcess, run_folder, status_of
+from tests.unit.engines.plugins.broken_engine import AT, CAUSE, HOW
 
 pytestmark = pytest.mark.slow
 
@@ -64,9 +66,7 @@ def test_explorers_without_a_trainer_stop_at_the_staleness_bound(config: Path, f
         steps = runs.num_steps(folder)
         trainer.kill()
         run.wait_until(lambda: runs.num_steps(folder) > steps)
-        ended = run.end()
-        run.wait_for_no_survivors()
-    assert ended.code == 0, ended
+        run.end(code=0)
     assert runs.assert_sound(folder)["step"] == 20
 
 
@@ -85,10 +85,24 @@ def test_a_run_whose_storage_vanished_stops_and_resumes_later(config: Path, fold
         run.wait_until(lambda: runs.num_steps(folder) >= 5)
         folder.rename(away)
         folder.touch()  # every path below it is now an error
-        ended = run.end()
-        run.wait_for_no_survivors(120.0)
-    assert ended.code == 1, ended
+        ended = run.end(code=1)
     assert str(folder) in ended.err, ended
     folder.unlink()
     away.rename(folder)
     assert_same_end(config, plain)
+
+
+ENGINE = "tests.unit.engines.plugins.broken_engine.BrokenEngine"
+
+
+# One engine reports the reason at its first request after loading weights; of the other only its end is known.
+@pytest.mark.parametrize(("how", "at"), [("says", "loaded"), ("ends", "long")])
+def test_two_engines_failing_for_one_reason_end_the_run(config: Path, how: str, at: str) -> None:
+    broken = (f"explorer.rollout_model.engine_type={ENGINE}", f"explorer.env_vars={{{HOW}: {how}, {AT}: {at}}}")
+    with RunProcess("run", str(config), *broken, "--progress", "plain") as run:
+        ended = run.end(code=1)
+    assert CAUSE in ended.err and "two failed for the same reason" in ended.err
+    assert "Traceback" not in ended.err
+    notes = [line for line in ended.out.splitlines() if line.startswith("note: ")]
+    assert len([note for note in notes if "runs again (1 of" in note]) == 1 == len(notes), notes
+    assert "poisoned" not in status_of(run_folder(config))["experiences"]

@@ -80,9 +80,7 @@ def test_killing_overlapping_units_loses_and_repeats_nothing(folder: Path, confi
         wait_for_overlap(run, folder)
         (engine,) = run.children(runs.ENGINE)
         runs.worker_of(engine).kill()
-        ended = run.end()
-        run.wait_for_no_survivors()
-    assert ended.code == 0, ended
+        ended = run.end(code=0)
     assert "crashed its workers" not in ended.out and "task by task" not in ended.out, ended.out
     assert_all_once(folder)
     occupancy = read_metrics(open_storage(str(folder)), "explorer")["occupancy"]
@@ -101,8 +99,7 @@ def test_responses_spanning_versions_are_trained_once_in_bounds(folder: Path, co
         run.kill()
         run.wait_for_no_survivors()
     with start(config, *ASYNC, *turns) as run:
-        ended = run.end()
-    assert ended.code == 0, ended
+        run.end(code=0)
     assert_all_once(folder)
     log = ParquetLog(open_storage(str(folder)))
     found = [row for name in log.shards() for row in rows(log, name)]
@@ -140,8 +137,7 @@ def test_cancelled_rollouts_are_in_the_ledger_with_the_reason(folder: Path, conf
             run.kill()
             run.wait_for_no_survivors()
     with start(config, *ASYNC, *enough) as run:
-        ended = run.end()
-    assert ended.code == 0, ended
+        run.end(code=0)
     assert_all_once(folder)
     storage = open_storage(str(folder))
     log, ledger = ParquetLog(storage), Ledger(storage)
@@ -171,8 +167,7 @@ def test_units_of_style_fixed_do_not_overlap(folder: Path, config: Path) -> None
 
     with start(config, "trainer.total_steps=4") as run:
         run.wait_until(has_ended)
-        ended = run.end()
-    assert ended.code == 0, ended
+        run.end(code=0)
     assert max(seen) == 1
 
 
@@ -187,8 +182,7 @@ def test_as_many_rollouts_are_under_way_as_there_are_slots(config: Path, tmp_pat
     )
     environment = {CALLS: str(tmp_path / "calls")}
     with runs.RunProcess("run", str(config), *settings, *engine, ASYNC[0], env=environment) as run:
-        ended = run.end()
-    assert ended.code == 0, ended
+        run.end(code=0)
     [told] = (tmp_path / "calls").iterdir()
     assert most_under_way(told) == most
     assert 0.5 < read_metrics(open_storage(str(runs.run_folder(config))), "explorer").occupancy.mean() <= 1.0

@@ -2,19 +2,30 @@
 mistake is an error before anything starts.
 """
 
+import ast
 import dataclasses
+import subprocess
+import sys
 import warnings
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 
+import rftdask.algorithm
 from rftdask.algorithm.advantages.base import AdvantageInputs
+from rftdask.algorithm.aggregation import AGGREGATIONS
 from rftdask.algorithm.algorithm import Algorithm
-from rftdask.algorithm.compose import build_algorithm, make_algorithm, make_part
+from rftdask.algorithm.compose import BASES, build_algorithm, make_algorithm, make_part
 from rftdask.config import load_config
+from rftdask.config.plugins import load_plugin_folders
+from rftdask.config.schema.algorithm import LABELS, AlgorithmConfig, old_names, registered_parts
 from rftdask.errors import UserError
 from tests.unit.algorithm import algorithm_cases
+from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS, ALGORITHMS, gradient, random_batch, with_weights
 
 REFERENCE_TYPES = {
     # Groups have 8 rollouts here and 2 in the reference, where a group holds at most one success and one failure.
@@ -236,3 +247,176 @@ def test_each_key_of_a_part_reaches_the_advantages(section: dict[str, Any], adva
         ref_logprobs_Q=torch.tensor([-2.0, -1.0]),
     )
     assert built(**section).compute_advantages(batch).advantages_N.tolist() == pytest.approx(advantages, abs=1e-5)
+
+
+ROOT = Path(rftdask.algorithm.__file__).parent
+
+
+def test_names_and_arguments_are_read_without_torch() -> None:
+    code = (
+        "import sys; from rftdask.config.schema.algorithm import LABELS, registered_parts;"
+        "print([len(registered_parts(key)) > 0 for key in LABELS], 'torch' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == f"{[True] * len(LABELS)} False"
+
+
+@pytest.mark.parametrize("key", sorted(BASES))
+def test_source_reading_matches_the_classes(key: str) -> None:
+    for name, part in registered_parts(key).items():
+        cls = part.load()
+        assert issubclass(cls, BASES[key]) and getattr(cls, LABELS[key]) == name
+        if dataclasses.is_dataclass(cls):
+            assert part.parameters is not None
+            assert list(part.parameters) == [field.name for field in dataclasses.fields(cls)]
+        for trait, value in part.traits.items():
+            assert getattr(cls, trait) == value, (name, trait)
+
+
+def test_class_names_are_unique_below_the_package() -> None:
+    """They are the names of bases when files are read, and of parts in an error."""
+    trees = [ast.parse(file.read_text()) for file in ROOT.rglob("*.py")]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_facts_match_the_composed_algorithm(name: str) -> None:
+    algorithm = make_algorithm(name)
+    advantage = algorithm.advantage_fn
+    section = AlgorithmConfig(algorithm_type=name)
+    assert section.schema_type == algorithm.schema
+    assert section.usual_repeat_times == algorithm.repeat_times
+    assert section.usual_sample_strategy == algorithm.sample_strategy
+    assert section.trains_critic == algorithm.use_critic
+    assert section.compares_reference == algorithm.use_reference
+    assert section.needs_teacher == algorithm.use_teacher
+    assert section.compares_groups == (advantage is not None and advantage.uses_groups)
+
+
+def test_needs_of_advantages_are_read_from_source() -> None:
+    for name, cls in ADVANTAGE_FNS.items():
+        section = AlgorithmConfig(algorithm_type="grpo", advantage_fn=name)
+        assert section.needs_teacher == ("teacher_logprobs_Q" in cls.needs)
+        assert section.greedy_baseline == ("baseline_rewards_N" in cls.needs)
+    assert AlgorithmConfig(algorithm_type="jsd").needs_teacher
+    assert AlgorithmConfig(algorithm_type="remax").greedy_baseline
+    assert not AlgorithmConfig(algorithm_type="sft").needs_teacher
+    assert AlgorithmConfig(algorithm_type="sft", policy_loss_fn="jsd").needs_teacher
+
+
+def test_old_names_map_to_existing_names() -> None:
+    twins = {"grpo_verl": "grpo", "opmd_verl": "opmd", "asymre_verl": "asymre"}
+    assert old_names("algorithm_type") == old_names("advantage_fn") == twins
+
+
+def test_no_gradient_is_written_by_hand() -> None:
+    for file in ROOT.rglob("*.py"):
+        text = file.read_text()
+        assert "autograd.Function" not in text and "autograd.grad(" not in text and "save_for_backward" not in text, (
+            file
+        )
+
+
+def test_configurable_aggregations_are_the_implemented_ones() -> None:
+    annotation = AlgorithmConfig.model_fields["loss_agg_mode"].annotation
+    assert set(get_args(get_args(annotation)[0])) == set(AGGREGATIONS)
+
+
+SOURCE = '''
+from dataclasses import dataclass
+
+import torch
+
+from rftdask.algorithm.advantages.base import AdvantageFn, result
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.kl import KlFn
+from rftdask.algorithm.losses.base import PolicyLoss
+from rftdask.algorithm.operators import Operator
+
+
+@dataclass(frozen=True)
+class SquaredRatio(PolicyLoss):
+    """-A r^2 / 2, as an example."""
+
+    scale: float = 1.0
+
+    def __call__(self, inputs):
+        return -self.scale * inputs.advantages() * inputs.log_ratio().exp().square() / 2, {}
+
+
+@dataclass(frozen=True)
+class Sign(AdvantageFn):
+    threshold: float = 0.5
+    uses_groups = False
+
+    def compute(self, inputs):
+        return result(inputs, (inputs.rewards_N - self.threshold).sign(), {})
+
+
+@dataclass(frozen=True)
+class Cubic(KlFn):
+    def estimate(self, difference, policy_logprobs, old_logprobs):
+        return difference.abs() ** 3
+
+
+class KeepAll(Operator):
+    def __call__(self, table):
+        return table, {}
+
+
+class Squared(AlgorithmType):
+    """An algorithm of one file."""
+
+    advantage_fn = "Sign"
+    policy_loss_fn = "SquaredRatio"
+    policy_loss_fn_args = {"scale": 2.0}
+    kl_loss_fn = "none"
+
+
+class Unrelated:
+    pass
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = tmp_path_factory.mktemp("plugins")
+    (path / "squared_ratio_plugin.py").write_text(SOURCE)
+    before = list(sys.path)
+    load_plugin_folders([str(path)])
+    yield str(path)
+    sys.path[:] = before
+
+
+def test_an_algorithm_in_one_file_is_named_by_its_class(folder: str) -> None:
+    algorithm = make_algorithm("Squared", kl_loss_fn="Cubic", kl_loss_fn_args={"kl_coef": 0.5}, plugin_dirs=[folder])
+    assert (algorithm.name, algorithm.repeat_times) == ("Squared", 8)
+    assert type(algorithm.advantage_fn).__name__ == "Sign" and algorithm.policy_loss_fn.scale == 2.0  # type: ignore[attr-defined]
+    batch = with_weights(random_batch(0), algorithm)
+    loss, grad = gradient(batch, algorithm)
+    assert torch.isfinite(loss) and grad.abs().sum() > 0
+
+
+def test_a_part_is_named_by_its_path(folder: str) -> None:
+    algorithm = make_algorithm("grpo", policy_loss_fn="squared_ratio_plugin.SquaredRatio", kl_loss_fn="none")
+    same = make_algorithm("grpo", policy_loss_fn="SquaredRatio", kl_loss_fn="none", plugin_dirs=[folder])
+    assert algorithm == same
+    assert type(make_part("operator", "squared_ratio_plugin.KeepAll")).__name__ == "KeepAll"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "args", "message"),
+    [
+        ("policy_loss_fn", "squared_ratio_plugin.SquaredRation", {}, "no 'SquaredRation'; did you mean SquaredRatio"),
+        ("policy_loss_fn", "SquaredRatio", {"scael": 1.0}, "unknown argument; did you mean scale"),
+        ("policy_loss_fn", "SquaredRatio", {"scale": "x"}, "'x' is not float"),
+        ("policy_loss_fn", "Unrelated", {}, "not a subclass of rftdask.algorithm.losses.base.PolicyLoss"),
+        ("advantage_fn", "SquaredRatio", {}, "not a subclass of rftdask.algorithm.advantages.base.AdvantageFn"),
+    ],
+)
+def test_a_mistake_in_a_plugin_is_an_error(
+    folder: str, key: str, name: str, args: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        make_part(key, name, args, [folder])

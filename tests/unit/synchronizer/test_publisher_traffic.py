@@ -4,6 +4,7 @@ shared folder such as NFS, at the system calls, each of which the server sees.
 """
 
 import tempfile
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from benchmarks import weight_arithmetic
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.local import LocalStorage, Posix
 from rftdask.synchronizer.node_cache import NodeCache
@@ -93,3 +95,26 @@ def test_a_delta_in_a_shared_folder_costs_few_bytes(tmp_path: Path, monkeypatch:
     for (whole_calls, whole_bytes), (calls, num_bytes) in zip(cost["whole"], cost["delta"], strict=True):
         assert whole_bytes > 2 * NUM_VALUES and num_bytes < 0.05 * whole_bytes
         assert calls <= 2 * whole_calls, (calls, whole_calls)  # a second file, with its own name and sync
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "weights.md"
+
+
+def test_the_table_on_the_page_matches_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    weight_arithmetic.print_table()
+    assert capsys.readouterr().out in PAGE.read_text(), "python benchmarks/weight_arithmetic.py"
+
+
+@pytest.mark.parametrize("rate", [field.name for field in fields(weight_arithmetic.Rates)])
+def test_a_higher_rate_is_not_slower(rate: str) -> None:
+    rates = weight_arithmetic.RATES
+    faster = replace(rates, **{rate: 2 * getattr(rates, rate)})
+    changed = []
+    for num_gpus in weight_arithmetic.NUM_GPUS:
+        for way, share in weight_arithmetic.WAYS:
+            method = way.partition(",")[0]
+            before = weight_arithmetic.costs(70, num_gpus, method, share, rates).served_s
+            after = weight_arithmetic.costs(70, num_gpus, method, share, faster).served_s
+            assert after <= before
+            changed.append(after < before)
+    assert any(changed), "the rate is used"
