@@ -1,10 +1,4 @@
-"""The short form of the crash test, as `rftdask crashtest` runs it; docs/reliability.md has the figures of the long
-form.
-
-Promises: 100 random kills, a kill at every twentieth place around a storage operation, a power loss at every twentieth
-system call, and damage to every twentieth file lose and repeat nothing; without any one of the protections, the same
-tests find an error.
-"""
+"""The short form of the crash test (`rftdask crashtest`); docs/reliability.md has the figures of the long form."""
 
 from pathlib import Path
 

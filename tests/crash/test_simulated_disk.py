@@ -1,6 +1,4 @@
-"""The simulated disk. Promises: synced data survives a power loss, unsynced data may be lost or torn, a rename or link
-is kept or lost as a whole, and without a power loss the disk behaves like any other.
-"""
+"""The simulated disk loses unsynced data at a power loss, and otherwise behaves like any other disk."""
 
 from contextlib import suppress
 

@@ -1,7 +1,4 @@
-"""A disk that is full, read-only or owned by another user. Promises: one line reports what, where and what to do; no
-file is partly visible; after a fix the same command resumes to the same bits. The disks are real: small file systems
-in memory.
-"""
+"""A disk that is full, read-only or owned by another user. The disks are real: small file systems in memory."""
 
 import logging
 import os

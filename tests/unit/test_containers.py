@@ -1,6 +1,4 @@
-"""Promises of the files for other tools at the top of the repository: images install the constrained versions and copy
-all files that the build reads, every instruction exists, and the citation and the issue forms are well formed.
-"""
+"""Files for other tools at the top of the repository: images, the citation and the issue forms."""
 
 import re
 import subprocess

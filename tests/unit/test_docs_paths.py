@@ -1,6 +1,4 @@
-"""Promises of the documentation: every file, key of a configuration and command that it names exists, and so does every
-heading that it links to; what it shows of configurations keeps to the schema.
-"""
+"""Every file, key, command and heading that the documentation names exists."""
 
 import re
 import shlex

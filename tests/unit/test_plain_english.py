@@ -1,9 +1,5 @@
-"""The prose of the package, its tests and its pages is plain English. Promises:
-
-- marks of convoluted sentences stay rare in docstrings, comments, longer strings and pages;
-- docstrings begin with a verb or a noun, not with a fragment such as "Whether" or "Of the last run".
-
-It is a smoke alarm: a mark is a place to look at. CONTRIBUTING.md, "English", says how to rewrite the sentence.
+"""The prose of the package, its tests and its pages is plain English. It is a smoke alarm: a mark is a place to look
+at. CONTRIBUTING.md, "English", explains how to rewrite the sentence.
 """
 
 import ast

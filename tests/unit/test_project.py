@@ -1,14 +1,5 @@
-"""The shape of the project. Promises:
-
-- imports point one way: a module imports from lower layers and from its own package, and no modules form a cycle;
-- `import rftdask`, its config and its storage load neither torch nor transformers nor vLLM;
-- a fake trainer rank and the check of an algorithm load torch but neither its compiler, which takes seconds, nor
-  Dask;
-- every folder of the package has a docstring, and none below the top has more than 15 entries;
-- what the package imports is declared, what is declared is pinned, and the pins satisfy what is declared;
-- environment.yml requires the versions of pyproject.toml and constraints.txt.
-
-The two import rules are functions of a folder, so small invented packages show below that they can fail.
+"""The shape of the project. The two import rules are functions of a folder, so small invented packages show below that
+they can fail.
 """
 
 import ast

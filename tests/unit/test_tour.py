@@ -1,6 +1,4 @@
-"""Promises of the tour: every link leads to a function that exists, each table has at most six calls, and each function
-on a path is used by a file earlier on that path, unless files on storage connect the two.
-"""
+"""Promises of the tour: its functions exist, each table has at most six calls, and the calls are in the code."""
 
 import ast
 import re

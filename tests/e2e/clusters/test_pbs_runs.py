@@ -1,9 +1,4 @@
-"""A run on PBS, whose commands are stand-ins with the same formats (tests/integration/fake_pbs.py). Promises:
-
-- a job drives the run and requests the others; near its walltime it submits its successor, which takes over the jobs of
-  the workers;
-- `status` lists its jobs, and `cancel` ends it with a checkpoint and leaves no job.
-"""
+"""A run on PBS, whose commands are stand-ins with the same formats (tests/integration/fake_pbs.py)."""
 
 import getpass
 import json

@@ -1,12 +1,6 @@
 """Whole runs on s3://, on a service that fails for about one request in 25: errors 503 and 500, replies lost after the
-work was done, replies too late for the client, slow listings. Promises:
-
-- a run killed with signal 9 and restarted ends with the weights of an undisturbed local run, bit for bit;
-- exploring and training as two concurrent commands train everything once;
-- real engines publish, load and checkpoint on it;
-- commands that inspect such a run or storage show the same as on a disk.
-
-The service is a separate process that implements the real protocol; nothing inside the storage code is replaced.
+work was done, replies too late for the client, slow listings. The service is a separate process that implements the
+real protocol; nothing inside the storage code is replaced.
 """
 
 import json

@@ -1,27 +1,4 @@
-"""Runs on a real SLURM, with fake models. Promises:
-
-- the five commands of docs/slurm.md, as printed, submit, inspect, end, continue and report a run;
-- a user with a partition and tasks has a running job after three commands, with the resources of a node;
-- a lost explorer job is replaced, also while SLURM still ends its processes, unless it will come back;
-- in one allocation, a run resumes after its driver is killed with -9, with the submitted reward;
-- a run whose jobs are preempted and requeued, including the controller's, and whose trainer is killed with -9, ends
-  like an undisturbed run, and the name of each job's worker distinguishes it from its predecessor;
-- a controller that SLURM ends is notified, ends its run with a checkpoint, and returns if SLURM requeues it;
-- a chain of jobs explores and trains over one log, in rounds, also if SLURM requeues a job of either kind during its
-  work;
-- a request that cannot fit is refused before anything is submitted, and a dry run leaves no files;
-- a run whose trainer cannot start, or waits without hope, ends with the reason and leaves no job;
-- a limit on submitted jobs reduces the number of explorers but does not end the run;
-- near its walltime a controller leaves the jobs of its workers to its successor, including the one job of a trainer on
-  two nodes; if one task of that job is lost, the whole job is, and the gang continues in the next; its processes run in
-  a container;
-- a rank and an engine that share a device are in one job;
-- several runs share an existing allocation; one job of equal nodes contains a whole run;
-- a failed node costs a run only its job, and jobs of other users are neither seen nor touched;
-- without requeueing, a run reports it, and a finished run requests no job.
-
-Skipped if SLURM does not answer (`sinfo -h`).
-"""
+"""Runs on a real SLURM, with fake models. Skipped if SLURM does not answer (`sinfo -h`)."""
 
 import contextlib
 import os

@@ -1,6 +1,4 @@
-"""Promises of the documentation as a site: it builds without warnings and without a network, every link leads to an
-existing page and anchor, nothing is fetched from other hosts, and the reference matches the code.
-"""
+"""Promises of the documentation as a site: it builds offline without warnings, and all links and anchors exist."""
 
 import subprocess
 import sys

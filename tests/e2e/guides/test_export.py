@@ -1,6 +1,4 @@
-"""Promises of the exported model: transformers loads it as the policy of the last checkpoint; pushed to a hub, it has a
-card and one commit.
-"""
+"""Promises of the exported model: transformers loads it as the policy of the last checkpoint."""
 
 from pathlib import Path
 

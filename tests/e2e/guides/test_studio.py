@@ -1,7 +1,4 @@
-"""The studio in a real browser, during a run. Promises: pages show the current state and update themselves; curves are
-drawn and grow; controls change them; filter, comparison, samples and SQL work by clicks; no page requests another
-host, and no script fails.
-"""
+"""The studio in a real browser, during a run."""
 
 import os
 import re

@@ -1,12 +1,4 @@
-"""A user's loss that raises or hangs, and devices that cannot be used. Promises:
-
-- a loss that raises ends the run with exit code 1; the run reports the error with the rank's own traceback, and in one
-  line what to do; no rank restarts, since it would fail again;
-- a planned GPU that cannot be used ends the run with the reason;
-- a GPU with too little memory for weights, gradients and optimizer state is refused before anything starts;
-- running out of memory also ends the run, with exit code 2: the phase, and the keys to change;
-- a loss that hangs does not prevent a second Ctrl-C from ending the run.
-"""
+"""A user's loss that raises or hangs, and devices that cannot be used."""
 
 import re
 from pathlib import Path

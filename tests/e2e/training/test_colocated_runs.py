@@ -1,10 +1,4 @@
-"""Runs whose trainer and engines alternate on a device (mode colocate). Promises:
-
-- style fixed ends with the bits of a run that shares nothing, also if an engine, a rank and the whole run are killed
-  with -9; a role that computes without the device lock would compute with NaNs;
-- ranks that left their device continue bit for bit, whatever holds their weights, and leave nothing on it;
-- several ranks and engines, and the styles without lock-step, end sound.
-"""
+"""Runs whose trainer and engines alternate on a device (mode colocate)."""
 
 import json
 from hashlib import sha256

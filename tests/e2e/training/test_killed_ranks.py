@@ -1,10 +1,4 @@
-"""Gangs of several ranks in real Dask workers, one of them killed with signal 9 at random moments. Promises:
-
-- the death of a rank, or of its worker, ends the whole gang within seconds; the message names rank, worker and cause,
-  and the gang restarts;
-- explorers continue during that time, and the run ends with the ledger and the weights of an undisturbed run of one
-  rank (the fake engine's weights are a digest of every batch, whole and in order).
-"""
+"""Gangs of several ranks in real Dask workers, one of them killed with signal 9 at random moments."""
 
 import random
 import re

@@ -1,15 +1,4 @@
-"""Promises of loading onto ranks that hold parts of the weights (fsdp2), measured in the memory of real processes:
-
-- while loading, a rank never holds more than 1.2 times its part of the weights plus one tensor, and it reads only its
-  part of the files, also with tensor parallelism (tensor_parallel_size);
-- the same holds for a resuming rank, for weights and optimizer, also if each rank holds all of them;
-- resuming ranks together read each byte of a checkpoint twice, to verify it and to load it, whatever the number of
-  ranks that saved it, and exchange what they need; each of them saves a share; a file that changes after it was
-  verified ends all of them;
-- the loaded state equals, bit for bit, that of a model that is read whole: tied and untied weights, adapters, the head
-  of a reward model, a critic, widths that the ranks do not divide, experts of which a rank has none, and old pickle
-  files.
-"""
+"""Ranks that hold parts of the weights (fsdp2) load only their parts: measured in the memory of real processes."""
 
 from __future__ import annotations
 

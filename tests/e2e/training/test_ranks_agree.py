@@ -1,15 +1,4 @@
-"""Ranks that share a model compute what one rank computes. Promises, in float32 on a CPU:
-
-- loss, gradient norm and weights are those of one rank with the full batch, up to a relative difference of 1e-5, for
-  ddp and fsdp2, 2 and 4 ranks, and alternating divisions into micro-batches; the same holds for each element of the
-  gradient, seen through a step of plain descent, and for the logits of fixed sequences;
-- the same holds if groups of ranks split each sequence, also for losses of whole rows and of pairs;
-- the same holds if groups of ranks split each layer by the model's own plan, including tied weights, norms of heads,
-  experts and a critic, and if their parts are sharded over the groups (a two-dimensional mesh);
-- the same holds if two teachers have rows of their own and all logits are computed in chunks;
-- weights that all ranks hold have the same bits on all of them;
-- any number of ranks loads what any other number saved, bit for bit.
-"""
+"""Ranks that share a model compute what one rank computes, in float32 on a CPU, up to a relative 1e-5."""
 
 import hashlib
 import itertools

@@ -1,8 +1,5 @@
-"""Promises of an installation without extras, as on a login node: it validates, estimates, submits and inspects runs,
-and a command that needs more names the extra to install.
-
-Runs in the environment $RFTDASK_LIGHT, which CI creates; otherwise in this one, with the packages of the extra train
-hidden.
+"""Promises of an installation without extras, as on a login node. Runs in the environment $RFTDASK_LIGHT, which CI
+creates; otherwise in this one, with the packages of the extra train hidden.
 """
 
 import os

@@ -1,9 +1,4 @@
-"""A whole run with each form of the experience log. Promises, with style fixed:
-
-- storage_type queue, file and sql end with the same weights, bit for bit, and a sound audit;
-- readers find the log of a run through its config: status, SQL, trace, report;
-- a run killed with signal 9 resumes and ends the same with any log.
-"""
+"""A whole run with each form of the experience log, with style fixed."""
 
 import json
 from collections.abc import Iterator

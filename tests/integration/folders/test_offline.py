@@ -1,10 +1,4 @@
-"""Exploring and training as two commands over one run folder. Promises:
-
-- `mode=train` trains everything from `mode=explore`, with the same weights whether it starts afterwards or at the same
-  time;
-- both end without help, with every experience accounted for;
-- `mode=bench` then evaluates the initial weights and every checkpoint.
-"""
+"""Exploring and training as two commands over one run folder."""
 
 import json
 from collections import Counter

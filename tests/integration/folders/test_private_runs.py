@@ -1,8 +1,4 @@
-"""Promises of a whole run, including its workers, logs, report and resumption:
-
-- with `private`, no other user can read its files, whatever the umask;
-- values from the environment reach a workflow in its sandbox and an engine's environment, but no file.
-"""
+"""A `private` run leaves nothing to other users, and values from the environment are in no file."""
 
 import hashlib
 import stat

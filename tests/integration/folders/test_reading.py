@@ -1,9 +1,4 @@
-"""How a run reads its experiences, according to its config. Promises:
-
-- with a replay buffer, back-pressure and operators before the commit, a run ends with every experience in one state;
-- explorers stay within the bound on unread data;
-- an operator that fails ends the run with an error that names it and the task.
-"""
+"""How a run reads its experiences, according to its config."""
 
 from pathlib import Path
 

@@ -1,9 +1,4 @@
-"""`rftdask replay`: the batches of a run trained again from its ledger. Promises:
-
-- the same config ends with the same bits and reports it;
-- another config creates a lineage of its own; the run itself does not change;
-- status, audit and experiences accept the folder of a lineage like that of a run.
-"""
+"""`rftdask replay`: the batches of a run trained again from its ledger."""
 
 import hashlib
 from pathlib import Path

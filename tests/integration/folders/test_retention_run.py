@@ -1,6 +1,4 @@
-"""Promise: a run that removes trained shards ends sound, and its audit counts the removed rows; also if exploring and
-training are two commands.
-"""
+"""Promise: a run that removes trained shards ends sound, and its audit counts the removed rows."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Rollouts in an environment, from the runner to the trainer. Promise: the steps that a workflow reports reach gigpo,
-and the policy is trained with the advantages computed by hand.
-"""
+"""Rollouts in an environment, from the runner to the trainer."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Promises of auxiliary models on workers of their own, in real runs: all explorers share them, their calls are
-counted, and a run whose judge is killed has the same results.
-"""
+"""Promises of auxiliary models on workers of their own, in real runs."""
 
 from pathlib import Path
 from typing import Any

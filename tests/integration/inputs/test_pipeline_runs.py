@@ -1,10 +1,4 @@
-"""Whole runs with `data_processor`, over a stand-in for Data-Juicer. Promises:
-
-- only the rows that the task pipeline keeps are trained; a later start needs no Data-Juicer;
-- without its environment nothing starts, and the message names the command that creates it;
-- of two concurrent first starts one creates the dataset, and the other reports it;
-- rows that operator data_juicer drops are committed as filtered and never trained, and its statistics shape rewards.
-"""
+"""Whole runs with `data_processor`, over a stand-in for Data-Juicer."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Promise, with real processes: a run that ends because a batch cannot be trained names the command that skips it;
-after that command the same run continues to its end without losses.
-"""
+"""Promise, with real processes: a run that ends because a batch cannot be trained names the command that skips it."""
 
 import re
 from pathlib import Path

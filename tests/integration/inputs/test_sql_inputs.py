@@ -1,8 +1,4 @@
-"""Tasks and supervised rows from database tables, in whole runs with fakes. Promises:
-
-- a run on a taskset in a table trains its rows in the order of the primary key;
-- sft on a table does as well, and a table that changed since the start is refused with both fingerprints.
-"""
+"""Tasks and supervised rows from database tables, in whole runs with fakes."""
 
 import json
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""Every sync style, with its intervals and offsets, runs to its end on a real cluster. Promises:
-
-- all steps are trained, each on a full batch, and every experience is trained, dropped for a reason, or waiting;
-- no token older than the bound of the rules is trained;
-- the pointers name the last step.
-"""
+"""Every sync style, with its intervals and offsets, runs to its end on a real cluster."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Promises of a run with a user's workflow, reward and judge: it is found in a plugin folder, runs in sandboxes on the
-explorer's workers, may use an auxiliary model, and its failures are typed rows that are not trained.
-"""
+"""A user's workflow, reward and judge from a plugin folder; failures are typed rows that are not trained."""
 
 from pathlib import Path
 

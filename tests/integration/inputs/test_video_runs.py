@@ -1,7 +1,4 @@
-"""Promises of runs with videos: records name the files of the videos, and the trainer trains what was sampled.
-
-Uses a stand-in for torchvision, without which transformers cannot read videos.
-"""
+"""Promises of runs with videos. Uses a stand-in for torchvision, without which transformers cannot read videos."""
 
 import json
 import os

@@ -1,12 +1,4 @@
-"""Explorer workers that join and leave, with real processes. Promises:
-
-- a run starts with explorer.min_workers and requests more while they have work, up to explorer.max_workers; all workers
-  that join receive work units, however they were started;
-- a worker killed with signal 9 costs only its unfinished rollouts: the run ends with the ledger and the weights of an
-  undisturbed run, and no task is blamed;
-- a task that kills its worker repeatedly is set aside with status poisoned; its siblings and the run continue, and in
-  its next epoch it does not run.
-"""
+"""Explorer workers that join and leave, with real processes."""
 
 import contextlib
 import subprocess

@@ -1,6 +1,4 @@
-"""Promise: training does not wait for an evaluation, however long it takes; a single explorer alternates between
-both.
-"""
+"""Promise: training does not wait for an evaluation, however long it takes."""
 
 import json
 from pathlib import Path

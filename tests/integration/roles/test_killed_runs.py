@@ -1,12 +1,5 @@
-"""Runs whose processes are killed with signal 9. Promises, with style fixed:
-
-- a run killed as a whole at any moment and restarted until it is done ends with the ledger and the weights of an
-  undisturbed run, bit for bit; no process outlives it;
-- the loss of an explorer worker, an engine or the trainer does not end the run: it reports the loss and ends the same
-  way.
-
-The undisturbed run publishes its weights as files; the killed runs publish most of them as deltas, or hold them in
-memory and write them only with each checkpoint.
+"""Runs whose processes are killed with signal 9, with style fixed. The undisturbed run publishes its weights as files;
+the killed runs publish most of them as deltas, or hold them in memory and write them only with each checkpoint.
 """
 
 import random

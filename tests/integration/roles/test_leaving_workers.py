@@ -1,11 +1,4 @@
-"""Workers of jobs that receive a signal to end, as real processes. Promises:
-
-- a worker that gets SIGTERM, once or repeatedly, in one or all of its processes, announces that it leaves before its
-  task is lost, and its job's process reports this to the batch system;
-- a worker that dies in another way announces nothing, and a replacement starts at once;
-- a task notices that the scheduler of its worker is gone, so a worker for the next scheduler can start;
-- nothing outlives the process that its job started.
-"""
+"""Workers of jobs that receive a signal to end, as real processes."""
 
 import contextlib
 import json

@@ -1,11 +1,4 @@
-"""Roles that are gone for a while, with real processes. Promises:
-
-- without a trainer, explorers continue exactly as far as the staleness bound allows; the next trainer uses their
-  experiences;
-- the processes of a killed driver, which is also the scheduler, end without help, and the same command resumes;
-- a run whose storage disappeared stops and names the file it could not reach; no file is torn: when the storage is
-  back, the same command finishes the run as if nothing had happened.
-"""
+"""Roles that are gone for a while, with real processes."""
 
 import signal
 import time

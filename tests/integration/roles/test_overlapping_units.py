@@ -1,15 +1,4 @@
-"""Work units that overlap in an engine, with real processes and signal 9. Promises, with style fully_async:
-
-- while the slow rollouts of a unit are in progress, later units take the slots that it leaves free;
-- a run that is killed as a whole during several such units, or loses its worker or its engine, resumes: nothing is
-  lost, nothing is trained twice, and no task is blamed;
-- the same holds for a run whose weights load in flight; its rows record the oldest and the newest version, and none is
-  too stale;
-- the same holds for a run that requests more tasks than it waits for: cancelled rollouts and the rest of their groups
-  are in the ledger with the reason, and a replay trains the same rows;
-- in style fixed no unit begins before the previous one has ended;
-- if slots follow the engine's memory, as many rollouts are in progress as fit.
-"""
+"""Work units that overlap in an engine, with real processes and signal 9, with style fully_async."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Promises of `rftdask serve`: a session whose reward was answered with 200 is in the log exactly once, whatever is
-killed: the server, its engine, a rank of a concurrent trainer, or the whole trainer; newer weights are served when
-they are published, and each turn records its own version; a trainer trains on the served sessions.
-"""
+"""`rftdask serve`: a session whose reward was answered with 200 is in the log exactly once, whatever is killed."""
 
 import datetime
 import http.client

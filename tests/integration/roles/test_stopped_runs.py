@@ -1,10 +1,4 @@
-"""Runs that are stopped, and runs that must not start. Promises:
-
-- Ctrl-C ends a run with a checkpoint and exit code 130, SIGTERM to its driver or to all of its processes with 143, and
-  the same command continues it to its end;
-- a run folder has one owner: a second start is refused, names the owner, and disturbs nothing;
-- a config that does not match the folder is refused with the keys that differ.
-"""
+"""Runs that are stopped, and runs that must not start."""
 
 import os
 import signal

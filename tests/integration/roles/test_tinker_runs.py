@@ -1,9 +1,4 @@
-"""A run whose policy is at the Tinker service, through its SDK, against our stand-in server. Promises:
-
-- trainer and engines share weights by paths at the service, and the policy learns;
-- a killed run resumes from the newest checkpoint at the service, including the optimizer, and ends sound;
-- the folder of the run contains no weights and no key.
-"""
+"""A run whose policy is at the Tinker service, through its SDK, against our stand-in server."""
 
 import os
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""Promises of a server whose engines are on Dask workers, with real processes on two addresses: calls are balanced over
-them; a killed worker costs no call and no session whose reward was answered with 200; the remaining memory decides
-which requests must retry; a worker that joins receives calls, with the newest weights; a killed server leaves no
-engine behind.
-"""
+"""Promises of a server whose engines are on Dask workers, with real processes on two addresses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Promises of make_algorithm: every type needs only its name, parts are overridden by name and arguments, and every
-mistake is an error before anything starts.
-"""
+"""Promises of make_algorithm: a type needs only its name, and every mistake is an error before anything starts."""
 
 import ast
 import dataclasses

@@ -1,11 +1,4 @@
-"""Promises of the command line:
-
-- `--version`, `--help` and the completion of a command's name import neither the configuration nor Dask, and `logs` not
-  Dask;
-- `status` and `validate` import no library of tables or arrays;
-- the tables of commands show the help that the commands have, and hide only the alias;
-- `run --help` forks no servers.
-"""
+"""Promises of the command line: quick commands import little, and the tables show the help of the commands."""
 
 import inspect
 import os

@@ -1,6 +1,4 @@
-"""Promises of `rftdask debug`: it rolls out one task repeatedly, like an explorer, with the current files. It saves the
-results in a run folder and does not change the log of a run.
-"""
+"""Promises of `rftdask debug`. It saves the results in a run folder and does not change the log of a run."""
 
 import os
 import pstats

@@ -1,6 +1,4 @@
-"""Promises of `rftdask import`: what it makes of a file is a configuration that means the same, every key of the file
-is taken or named, and a script is never executed.
-"""
+"""Promises of `rftdask import`: every key of a file is taken or named, and a script is never executed."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""Promises about code written for Trinity-RFT: files that subclass its classes run unchanged.
-
-The files below are in its style: its import names, its registries, its constructors and methods.
-"""
+"""Plug-ins written for Trinity-RFT, with its import names, registries, constructors and methods, run unchanged."""
 
 import asyncio
 import sys

@@ -1,9 +1,4 @@
-"""Promises about the keys of a configuration.
-
-- Every key of the reference system is a key of ours, with its default except for those in OUR_DEFAULTS.
-- A key whose feature is missing is refused when set; one without effect is warned about; a derived one is refused.
-- Nothing of this depends on the order of keys, and every key explains itself and is read somewhere.
-"""
+"""Promises about the keys of a configuration, compared with those of the reference system."""
 
 import ast
 import inspect

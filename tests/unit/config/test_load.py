@@ -1,10 +1,4 @@
-"""Promises about loading.
-
-- A file, a mapping and overrides give the same tree; interpolations are resolved after the overrides.
-- What is absent is filled from the keys it depends on.
-- A Config never changes, pickles, and is made again by what it writes: load_config(config.to_dict()) == config.
-- Loading changes nothing on disk and needs neither torch nor Dask.
-"""
+"""Promises about loading: file, mapping and overrides give one tree, which is filled in and written without loss."""
 
 import functools
 import json

@@ -1,6 +1,4 @@
-"""Promises about the requirements of an algorithm: a missing key and an incompatible combination are reported before
-anything starts.
-"""
+"""Requirements of an algorithm: missing keys and incompatible combinations are reported before anything starts."""
 
 from typing import Any, get_args
 

@@ -1,8 +1,4 @@
-"""Promises about messages.
-
-- Settings have the problems and warnings of load_messages.yaml, word for word, and no others.
-- All mistakes are reported at once, sorted by path; no mistake hides another, and no message has a secret.
-"""
+"""Problems and warnings of settings, word for word (load_messages.yaml); all mistakes are reported at once."""
 
 from pathlib import Path
 from typing import Any

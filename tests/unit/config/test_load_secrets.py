@@ -1,11 +1,4 @@
-"""Promises about what a configuration must not hold, and what it may leave to the environment.
-
-- A secret is refused at any key, by the name of an argument or by its value, and is in no message.
-- ${oc.env:NAME} in an argument of the user's code stays as it is written, wherever the config is written, and is
-  resolved where it is used; the package's own keys are resolved when the config is loaded.
-- An unset variable is reported by name: when a file is loaded, and before a run starts.
-- A configuration written by an older start is read with any content.
-"""
+"""What a configuration must not hold, and what it may leave to the environment."""
 
 import json
 from typing import Any

@@ -1,10 +1,4 @@
-"""Promises about stages.
-
-- A stage is a whole Config and inherits exactly what it does not set, field by field.
-- What is computed from other keys is computed for each stage anew.
-- A mistake in a stage names the stage; one outside is reported once.
-- An override that no stage takes is a warning that names the override to type.
-"""
+"""Promises about stages: a stage is a whole Config and inherits exactly what it does not set."""
 
 from config_cases import config, grpo, problems
 

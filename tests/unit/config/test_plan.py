@@ -1,9 +1,4 @@
-"""Promises about the plan.
-
-- Steps and experiences follow from the sizes of the datasets by the arithmetic of the schema's docstrings.
-- Values that cannot be known without the network are reported as unknown, not guessed.
-- The weight transport is reported with the reason for it; a configured choice that is not followed is also a warning.
-"""
+"""Promises about the plan: sizes follow from the datasets, and what is unknown is not guessed."""
 
 import json
 from pathlib import Path

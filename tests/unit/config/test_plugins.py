@@ -1,9 +1,4 @@
-"""Promises of the one rule by which a configuration names its parts:
-
-- a part is found by its registered name, by its dotted path, or by its name in a file of a plug-in folder;
-- an unknown name, argument or type is reported with the nearest one, an error of a plug-in with its file and line;
-- a registered part's name, arguments and traits are read from its source, and equal those of the class itself.
-"""
+"""Promises of the one rule by which a configuration names its parts, and of reading parts from their source."""
 
 import importlib
 import sys

@@ -1,8 +1,4 @@
-"""Promises about the source of a configuration.
-
-- YAML and interpolations give these trees; those that cannot be resolved are all reported by their paths.
-- A text with only environment variables stays as it was written if it is filled in where it is used.
-"""
+"""The source of a configuration: YAML, interpolations, and the profiles and templates of a site."""
 
 from pathlib import Path
 from typing import Any

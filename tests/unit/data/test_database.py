@@ -1,6 +1,4 @@
-"""Promises of datasets in a database, here SQLite: rows have the values of a file and a fixed order, the fingerprint
-follows the content, reading changes nothing, and errors name table and URL, but no password.
-"""
+"""Promises of datasets in a database, here SQLite."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Names on the Hub, without the Hub. Promises: complete models in the local cache are used without a request; for other
-names there is one request, even if the server accepts it and stays silent, and one line with advice.
-"""
+"""Names on the Hub, without the Hub: a complete cached model needs no request, any other name exactly one."""
 
 import contextlib
 import socket

@@ -1,6 +1,4 @@
-"""Promises of `service.data_juicer.server_url`: a service makes the dataset of a process, a lost session is created
-again, and invalid answers raise typed errors. The service of the reference system is tested if it is installed.
-"""
+"""Promises of `service.data_juicer.server_url`. The service of the reference system is tested if it is installed."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Promises of supervised rows: only the response is learned; a response that cannot be separated from the prompt is
-refused.
-"""
+"""Promises of supervised rows: only the response is learned."""
 
 import json
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Promises of `data_processor.task_pipeline`, with fake_data_juicer in an environment of its own: each row is unchanged
-except by operators, or dropped for a reason; a made dataset is reused; operators install nothing; a process that dies,
-hangs or fails raises a typed error with its last output, and leaves no orphans.
-"""
+"""Promises of `data_processor.task_pipeline`, with fake_data_juicer in an environment of its own."""
 
 import ast
 import json

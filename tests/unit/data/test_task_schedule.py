@@ -1,6 +1,4 @@
-"""Promises of the schedule: a step is a function of its arguments, an epoch holds every task once, and no task of a run
-has the identity of another.
-"""
+"""Promises of the schedule: a step is a function of its arguments, and an epoch holds every task once."""
 
 from collections import Counter
 from functools import partial

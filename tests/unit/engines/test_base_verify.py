@@ -1,6 +1,4 @@
-"""Promises of verification: an engine serves only weights that it computes with, and trainer and engine agree on equal
-weights.
-"""
+"""Promises of verification: an engine serves only weights that it computes with."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Promises of an engine process: it answers each request when it finishes, also those that arrive meanwhile; calls are
-served in order; if it dies or hangs, all callers get an error. Before it is ready, and after its first weights, it
-serves a smoke test request of each kind in the run; failures of these are never blamed on a task.
-"""
+"""An engine process: requests are answered as they finish; if it dies or hangs, all callers get an error."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""Promises of engines on workers that come and go: the engine of a lost worker fails its calls, even if the connection
-is still open; an engine that could not be opened is retried, but not at once.
-"""
+"""Promises of engines on workers that come and go: the engine of a lost worker fails its calls."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""Promises of the rule for the number of explorer workers: it stays within its limits, follows more work at once and
-less work after idle_s, and bounds open requests.
-"""
+"""Promises of the rule for the number of explorer workers: it follows the work and stays within its limits."""
 
 import pytest
 from hypothesis import given

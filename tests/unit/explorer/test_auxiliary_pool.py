@@ -1,6 +1,4 @@
-"""Promises of the pool of auxiliary models: every worker serves one model that fits its GPUs; the next worker that
-joins replaces a lost one; an engine that cannot be started, and a worker that never joins, end the run with their name.
-"""
+"""Promises of the pool of auxiliary models: every worker serves one model that fits its GPUs."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace

@@ -1,6 +1,4 @@
-"""Promises of the search for the task that crashes its workers: every crashing task is found with a bounded number of
-losses, no other one is blamed, and causes other than a task end the run.
-"""
+"""Promises of the search for a crashing task: it is found with a bounded number of losses, and no other is blamed."""
 
 import pickle
 from typing import cast

@@ -1,6 +1,4 @@
-"""Promises of the explorer's loop, with a fake of Dask's client: which units it submits, when, to which workers, and
-what the loss of a worker or an error of an engine means for a unit.
-"""
+"""Promises of the explorer's loop, with a fake of Dask's client: which units it submits, when, and to which workers."""
 
 import pickle
 import threading

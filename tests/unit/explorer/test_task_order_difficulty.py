@@ -1,6 +1,4 @@
-"""Promises of the learned order: the tasks of a step are stored once, depend only on the results of earlier steps, and
-are the same for a restarted explorer.
-"""
+"""Promises of the learned order: it depends only on earlier steps and is the same after a restart."""
 
 import json
 from pathlib import Path

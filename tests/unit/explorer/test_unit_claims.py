@@ -1,6 +1,4 @@
-"""Promises of the claims by which explorers of different names share a run: every unit is rolled out once, and units of
-an explorer that ended, died or hangs go to the next one.
-"""
+"""Claims by which explorers of different names share a run: every unit is rolled out once."""
 
 import threading
 import time

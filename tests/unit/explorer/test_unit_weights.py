@@ -1,6 +1,4 @@
-"""Promise: if a trainer in another process has removed the weights of a unit, the unit takes the newest ones; if its
-own run removed them, or it evaluates this version, it raises an error.
-"""
+"""Promise: if a trainer in another process has removed the weights of a unit, the unit takes the newest ones."""
 
 from types import SimpleNamespace
 

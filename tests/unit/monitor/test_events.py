@@ -1,6 +1,4 @@
-"""Events. Promises: an event arrives as an equal object, both over the pipe of a child (msgpack) and over a Dask topic;
-an invalid message raises.
-"""
+"""An event arrives as an equal object, over the pipe of a child (msgpack) and over a Dask topic."""
 
 import time
 from typing import Any, get_args

@@ -1,6 +1,4 @@
-"""Logs. Promises: a file per role, warnings on stderr, no duplicates after a second call; logs of a run on remote
-storage are copied to it, and a failed copy does not end the run.
-"""
+"""Logs. Promises: a file per role, warnings on stderr, no duplicates after a second call."""
 
 import logging
 

@@ -1,10 +1,4 @@
-"""Metrics files. Promises:
-
-- rows are read back as written; of a step written twice, the later row counts
-- a reader always sees complete rows; a crash loses only unflushed rows
-- the open part is put at most once per interval, and its size is bounded
-- a follower returns each row once and reads only parts that can have changed
-"""
+"""Metrics files: a reader always sees complete rows, and a crash loses only unflushed rows."""
 
 import json
 import math

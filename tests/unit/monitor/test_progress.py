@@ -1,5 +1,4 @@
-"""Progress views. Promises: they show the newest state at a limited rate, the last state of each stage, and notes at
-once."""
+"""Progress views show the newest state at a limited rate, the last state of each stage, and notes at once."""
 
 import io
 import re

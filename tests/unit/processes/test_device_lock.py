@@ -1,6 +1,4 @@
-"""Promises of the lock of a shared device: a rank excludes engines and comes before further engines, engines share it,
-and a lock ends with its process.
-"""
+"""Promises of the lock of a shared device: a rank excludes engines, which share it; it ends with its process."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""Promises of GPUs: an unusable planned GPU is an error; processes that see all GPUs claim different ones; errors about
-memory name the phase, the peak and the remedy.
-"""
+"""Promises of GPUs: an unusable planned GPU is an error; processes that see all GPUs claim different ones."""
 
 import os
 import signal

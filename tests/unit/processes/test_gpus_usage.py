@@ -1,6 +1,4 @@
-"""Promises of the meter: it counts all descendants, including ended ones, measures at intervals, and has no metrics of
-GPUs without a GPU or its library.
-"""
+"""Promises of the meter: it counts all descendants, including ended ones, and measures at intervals."""
 
 import os
 import subprocess

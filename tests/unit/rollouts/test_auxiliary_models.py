@@ -1,7 +1,4 @@
-"""Promises of an auxiliary model on separate workers, called over Dask: a request goes to the least busy worker;
-requests of a lost worker go to another, and fail after several losses; without a worker the error names the model; a
-cancelled request leaves its engine; exclusive calls run one at a time.
-"""
+"""Promises of an auxiliary model on separate workers, called over Dask: a request goes to the least busy worker."""
 
 import threading
 import time

@@ -1,6 +1,4 @@
-"""Promises of slots that several work units share: the next unit takes slots that one leaves free, in the order of
-entry; every slot is freed, even that of a rollout that never began.
-"""
+"""Slots that several work units share: they are taken in the order of entry, and every slot is freed."""
 
 import asyncio
 import threading

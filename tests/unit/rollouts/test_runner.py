@@ -1,6 +1,4 @@
-"""Promises of the runner: every rollout yields an experience or its error; retries never run concurrently with the
-attempt that they repeat; failures of the engine are not blamed on rollouts; the same batch yields the same bytes.
-"""
+"""Promises of the runner: every rollout yields an experience or its error."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,4 @@
-"""Promises of the rules of waiting: over-rollout counts tasks; the dynamic timeout never exceeds the configured one;
-pass@k is the unbiased estimator.
-"""
+"""Promises of the rules of waiting: over-rollout counts tasks; the dynamic timeout never exceeds the configured one."""
 
 from itertools import combinations
 

@@ -1,6 +1,4 @@
-"""Promises of the metrics of an explore step: a rollout counts once, however many turns it took; means are over the
-rollouts that may be trained; metrics of rows are means over rows; the greedy baseline does not count.
-"""
+"""Promises of the metrics of an explore step: a rollout counts once, however many turns it took."""
 
 import math
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""Promises of a batch that does not wait for all rollouts: late ones are cancelled with a typed result, and siblings
-are kept or set aside as configured; slots are limited; a blocked event loop is noticed; times are reported.
-"""
+"""Promises of a batch that does not wait for all rollouts."""
 
 import asyncio
 import logging

@@ -1,6 +1,4 @@
-"""Promises of the state of a worker process: the config is read once per fingerprint; state of another run, or of
-another config, is never returned. Engines and sandboxes have tests of their own.
-"""
+"""Promises of the state of a worker process. Engines and sandboxes have tests of their own."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

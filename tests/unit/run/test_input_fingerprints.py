@@ -1,6 +1,4 @@
-"""Promises: a run stores fingerprints of its inputs and copies of its sources; a start with changed inputs is refused
-with their names; accepted changes are recorded once.
-"""
+"""A run stores fingerprints of its inputs; a start with changed inputs is refused until they are accepted."""
 
 import hashlib
 import json

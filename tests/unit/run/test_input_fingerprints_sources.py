@@ -1,6 +1,4 @@
-"""Promises: the sources of a run are the user's modules and all of the user's code that these import; jobs import the
-submitted copies and find the data next to them; git states have the commit.
-"""
+"""The sources of a run are the user's modules and what these import; jobs import the submitted copies."""
 
 import json
 import os

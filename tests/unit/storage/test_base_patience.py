@@ -1,6 +1,4 @@
-"""Promises while a file server is unreachable: every method waits a minute with growing pauses, then raises; nothing is
-torn, and a create whose reply was lost has won. The calls of the system are real; time is simulated.
-"""
+"""An unreachable file server is waited for with growing pauses, then an error is raised; only the time is simulated."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Network faults of S3: replies lost after the work was done, conflicts, overload, refusals.
-
-Promises: a lost reply is not a lost race, but a rival's object with the same bytes is; retries are bounded and counted.
-A local proxy injects the faults in front of the moto server; nothing inside the storage is replaced.
+"""Network faults of S3: replies lost after the work was done, conflicts, overload, refusals. A local proxy injects the
+faults in front of the moto server; nothing inside the storage is replaced.
 """
 
 import pytest

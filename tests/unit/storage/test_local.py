@@ -1,7 +1,4 @@
-"""Faults of POSIX file systems: kills between two system calls, full disks, files in the way.
-
-Promises: a killed writer leaves no visible name and no torn file; a failed write leaves nothing and raises with advice.
-"""
+"""Faults of POSIX file systems: kills between two system calls, full disks, files in the way."""
 
 import itertools
 import mmap

@@ -1,6 +1,4 @@
-"""Promises of untrusted text when it is shown: secrets are found by name and by value, other text is unchanged, and no
-text moves a cursor, rings, or reverses a line.
-"""
+"""Untrusted text when it is shown: secrets are masked, other text is unchanged, and control characters are gone."""
 
 import re
 import string

@@ -1,6 +1,4 @@
-"""Promises of staging: processes read a whole copy on this node's own disk, made once by one of them while the others
-wait; a changed source is copied again; unused copies are removed unless configured to stay.
-"""
+"""Promises of staging: processes of a node read one whole copy, which follows its source and is removed if unused."""
 
 import errno
 import os

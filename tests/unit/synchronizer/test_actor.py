@@ -1,7 +1,4 @@
-"""Promises of the synchronizer: it wakes waiting calls, every wait ends, and without it handles read the pointer.
-
-Its methods are coroutines and run here in a plain event loop. A long poll interval rules out a wake-up by polling.
-"""
+"""Promises of the synchronizer: every wait ends. A long poll interval rules out a wake-up by polling."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,7 +1,4 @@
-"""Promises of deltas: a rebuilt version equals the complete one bit by bit on every machine; the content hash does not
-depend on how a version is stored; a delta applies only to its base; bases are kept as long as their versions; and a
-version that cannot be rebuilt is requested as complete files.
-"""
+"""Promises of deltas: a rebuilt version equals the complete one bit by bit on every machine."""
 
 import itertools
 import os

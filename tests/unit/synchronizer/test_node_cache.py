@@ -1,6 +1,4 @@
-"""Promises of the node cache: each byte is read from storage once for all engines of a machine and verified while it is
-read; a version in use stays, and an unused one is removed, also if its last process was killed.
-"""
+"""Promises of the node cache: each byte is read once per machine and verified; a version in use stays."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""Promises of ranks that publish together: each writes its part; all parts are one version or none; any reader of the
-Hugging Face format loads it; and buffers are returned for reuse.
-"""
+"""Promises of ranks that publish together: each writes its part; all parts are one version or none."""
 
 import itertools
 import json

@@ -1,7 +1,4 @@
-"""Promises for engines that cannot fetch a version as published, because its base is gone or its holders are lost: the
-engine requests files once; a trainer that has the bytes writes them, or publishes the version again after resuming;
-the engine serves the previous version meanwhile, and then the published one.
-"""
+"""Promises for engines that cannot fetch a version as published, because its base is gone or its holders are lost."""
 
 import itertools
 import os

@@ -1,6 +1,5 @@
-"""Promises of the gang: the first error ends all ranks, a loss restarts them from storage, and some errors end the run.
-
-The Dask client is a fake that keeps the script a test gives it; a real cluster is in tests/integration.
+"""Promises of the gang. The Dask client is a fake that keeps the script a test gives it; a real cluster is in
+tests/integration.
 """
 
 from collections.abc import Callable

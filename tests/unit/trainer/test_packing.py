@@ -1,6 +1,4 @@
-"""Promises of packing: every row once, within the limits, pairs together, parts of about the same cost; and of packed
-attention: values and gradients equal those of padded rows, for all lengths and model families.
-"""
+"""Promises of packing: every row once, within the limits, pairs together, parts of about the same cost."""
 
 from typing import Any
 

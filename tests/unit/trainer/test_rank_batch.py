@@ -1,6 +1,4 @@
-"""Promises of the batch filter: each drop has its reason, dropped rows influence nothing, and the remaining rows have
-the advantages of the whole group.
-"""
+"""Promises of a rank's batches: sources and sizes as configured; a dropped row has a reason and no influence."""
 
 import json
 import subprocess

@@ -1,6 +1,4 @@
-"""Promises of sequences split over ranks: logprobs, entropies and summed gradients equal those of one rank, for all
-lengths, model families and numbers of key-value heads; a model that cannot be split is rejected by name.
-"""
+"""Sequences split over ranks: logprobs, entropies and summed gradients equal those of one rank."""
 
 from typing import Any
 

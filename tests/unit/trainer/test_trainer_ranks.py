@@ -1,8 +1,4 @@
-"""Promises of a gang: rank 0 decides for all ranks; ranks read their own rows, have metadata of all rows and tokens of
-those that they compute, and save together.
-
-Ranks are threads that communicate in memory; processes over gloo are in tests/e2e.
-"""
+"""Promises of a gang. Ranks are threads that communicate in memory; processes over gloo are in tests/e2e."""
 
 import threading
 import time

@@ -1,5 +1,4 @@
-"""Promises of the advantage functions: published and hand-computed values, and for each function: any order of rows, no
-effect of failed rows and demonstrations, equality with a plain loop over groups, errors that name the experience."""
+"""Promises of the advantage functions: published and hand-computed values, and rules that hold for each function."""
 
 import dataclasses
 import math

@@ -1,8 +1,5 @@
-"""Promises of the policy losses: published and hand-computed values, and for each loss: splits add up, the first step
-is exact, garbage and order have no effect, gradients are correct, infinite values are never trained, memory is bounded.
-
-Sources of VALUES: the tests of NeMo-RL, SkyRL, slime, OpenRLHF, Trinity-RFT and prime-rl (their input, re-computed in
-float64), and our own. KL estimates are in test_kl.py.
+"""Promises of the policy losses. Sources of VALUES: the tests of NeMo-RL, SkyRL, slime, OpenRLHF, Trinity-RFT and
+prime-rl (their input, re-computed in float64), and our own. KL estimates are in test_kl.py.
 """
 
 import math

@@ -1,6 +1,4 @@
-"""Audit of a log with damaged shards. Promise: trained rows stay trained when their shard is lost later, its other rows
-are sampled again, and nothing counts twice.
-"""
+"""Audit of a log with damaged shards: trained rows stay trained, and nothing counts twice."""
 
 import pytest
 

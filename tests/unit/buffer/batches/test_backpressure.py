@@ -1,6 +1,4 @@
-"""Promises of back-pressure: the bound holds, work for the next training batch is always admitted, and the count agrees
-with the ledger.
-"""
+"""Promises of back-pressure: the bound holds, and work for the next training batch is always admitted."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Promises of the experience pipeline: before the commit it drops the same rows as when a batch is formed; dropped rows
-are committed with the reason; a failing operator raises an error that names it and the task.
-"""
+"""Promises of the experience pipeline: before the commit it drops the same rows as when a batch is formed."""
 
 import pickle
 from dataclasses import dataclass, replace

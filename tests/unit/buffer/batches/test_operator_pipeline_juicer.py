@@ -1,6 +1,4 @@
-"""Promises of operator `data_juicer`, with fake_data_juicer in an environment of its own, or a fake service: dropped
-rows name the operator, statistics are metrics, its process is kept and restarted once, and it runs only at the commit.
-"""
+"""Promises of operator `data_juicer`, with fake_data_juicer in an environment of its own, or a fake service."""
 
 import os
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Promises of priority replay: groups come by version and uses, use counts are folded from the ledger, and no row is
-trained more often than allowed or beyond the staleness bound; the audit detects violations.
-"""
+"""Promises of priority replay: no row is trained more often than allowed or beyond the staleness bound."""
 
 from collections import Counter
 from functools import partial

@@ -1,6 +1,4 @@
-"""Promises of compaction: every experience is listed once and reads back identical, for every reader and wherever the
-pass is killed; the content of small files is verified in the large ones; listing new shards costs no more than before.
-"""
+"""Promises of compaction: every experience is listed once and reads back identical, wherever the pass is killed."""
 
 import itertools
 import json

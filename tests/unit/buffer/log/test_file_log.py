@@ -1,6 +1,4 @@
-"""Promises of the experience log as files, in addition to those of every log (test_log_contract.py): a listed name is
-committed; a damaged shard moves to quarantine with its bytes and the reason, whatever crashes meanwhile.
-"""
+"""Promises of the experience log as files, in addition to those of every log (test_log_contract.py)."""
 
 import json
 from collections.abc import Iterator

@@ -1,8 +1,5 @@
-"""Promises of every backend of the experience log, on every storage: the interface's (rftdask/buffer/log/log.py), and
-the trainer's source reads every experience exactly once.
-
-PostgreSQL is tested if RFTDASK_TEST_POSTGRESQL names a database, postgresql://user@host/name, in which tables are
-created and stay.
+"""Promises of every backend of the experience log, on every storage. PostgreSQL is tested if RFTDASK_TEST_POSTGRESQL
+names a database, postgresql://user@host/name, in which tables are created and stay.
 """
 
 import os

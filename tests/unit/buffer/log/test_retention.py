@@ -1,6 +1,4 @@
-"""Promises of a long log and a long ledger: the cost of a resume does not grow with them, even after damage; retention
-removes nothing that is still needed, records names before it removes shards, and removed shards still count.
-"""
+"""Promises of a long log and a long ledger: the cost of a resume does not grow with them, even after damage."""
 
 from collections import Counter
 

@@ -1,6 +1,4 @@
-"""Promises of a work unit committed in parts: a finished group does not wait for a slow one, a listing shows which
-groups are done, and wherever the writer dies, no group is lost and none is used twice.
-"""
+"""Promises of a work unit committed in parts: wherever the writer dies, no group is lost and none is used twice."""
 
 import time
 from collections.abc import Callable

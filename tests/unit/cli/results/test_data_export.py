@@ -1,6 +1,4 @@
-"""Promises of `rftdask data export`: rows for offline training, each with the experience that it was made from; omitted
-rows have a reason; a work unit that ran twice counts once.
-"""
+"""Promises of `rftdask data export`: rows for offline training, each with the experience that it was made from."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Promises of `rftdask data refine`: each remaining row has its origin, each dropped row a reason, the result does not
-depend on the number of parts or on the workers, and the same command continues where it was interrupted.
-"""
+"""Promises of `rftdask data refine`: the result does not depend on workers, and an interrupted command continues."""
 
 import contextlib
 import json

@@ -1,11 +1,5 @@
-"""Promises about configuration files of Trinity-RFT.
-
-- Each leaf of its `Config` is effective, has an equivalent, or is a named refusal; docs/trinity-keys.md lists them,
-  with a test that shows it: of an effective key one that fails where the key is ignored.
-- With --from trinity, or with a key that ours does not have, its defaults apply, and each that differs is reported.
-- `Config.changes` lists every key that is read differently from how it is written.
-
-`python tests/unit/config/trinity/test_from_trinity.py > docs/trinity-keys.md` writes the page again.
+"""Promises about configuration files of Trinity-RFT. `python tests/unit/config/trinity/test_from_trinity.py >
+docs/trinity-keys.md` writes the page again.
 """
 
 import ast

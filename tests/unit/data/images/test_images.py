@@ -1,6 +1,4 @@
-"""Promises of images: generation equals that of transformers, batched or not, and training uses the sampled
-tokens.
-"""
+"""Promises of images: generation equals that of transformers, and training uses the sampled tokens."""
 
 import base64
 import io

@@ -1,5 +1,4 @@
-"""Promises of videos: files hold all frames without loss, and a model without videos is refused. Further cases are in
-video_cases.py, which runs in a process with torchvision."""
+"""Promises of videos. Further cases are in video_cases.py, which runs in a process with torchvision."""
 
 import io
 import os

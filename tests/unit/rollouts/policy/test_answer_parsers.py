@@ -1,6 +1,4 @@
-"""Promises of answer parsers: the chat template or a name selects the parser; calls, thoughts and content are separate;
-a format that needs vLLM is named.
-"""
+"""Promises of answer parsers: the chat template or a name selects the parser."""
 
 import importlib.util
 import re

@@ -1,7 +1,4 @@
-"""Promises of streams, tested with the package openai: text arrives while the answer is sampled and is a prefix of the
-whole answer; incomplete characters and stop texts are not streamed; a disconnect cancels the request; an error is an
-event of the stream.
-"""
+"""Promises of streams, tested with the package openai: text arrives early, is certain, and equals the whole answer."""
 
 import asyncio
 import json

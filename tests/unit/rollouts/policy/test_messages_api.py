@@ -1,6 +1,4 @@
-"""Promises of Anthropic's Messages API, tested with the package anthropic: the promises of chat completions hold under
-its names; a conversation with tools is one row; a stream equals the whole message.
-"""
+"""Promises of Anthropic's Messages API, tested with the package anthropic."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

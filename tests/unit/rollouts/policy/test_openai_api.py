@@ -1,7 +1,4 @@
-"""Promises of `model.openai_client()`, tested with the package openai: answers are recorded with their sampled tokens;
-in all APIs a parameter takes effect or is a 400 that names it; a stream equals the whole answer; a key is valid for one
-attempt; a disconnect cancels the request.
-"""
+"""Promises of `model.openai_client()`, tested with the package openai: a parameter takes effect or is a 400."""
 
 import asyncio
 import json

@@ -1,6 +1,4 @@
-"""Promises of conversations: sampled text is never tokenized again; turns that continue each other are one row with
-each token once; a prompt that does not continue begins another row, and a metric gives the reason.
-"""
+"""Promises of conversations: sampled text is never tokenized again."""
 
 import asyncio
 import itertools

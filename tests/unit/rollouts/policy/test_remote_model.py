@@ -1,6 +1,4 @@
-"""Promises of models behind an OpenAI-compatible API, tested over HTTP: temporary errors are retried, permanent errors
-end the batch with advice, answers are rows without tokens, and no text contains the key.
-"""
+"""Promises of models behind an OpenAI-compatible API, tested over HTTP."""
 
 import asyncio
 import time

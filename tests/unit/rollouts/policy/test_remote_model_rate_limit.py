@@ -1,6 +1,4 @@
-"""Promises of a rate limit: no window of one minute exceeds the limits, no request waits longer than needed, and a
-pause that the service requests applies to all.
-"""
+"""Promises of a rate limit: no window of one minute exceeds the limits, no request waits longer than needed."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Promises of the queue: one call when all live rollouts wait, never two at a time, ordered by rollout, without waiting
-for rollouts that are busy elsewhere.
-"""
+"""Promises of the queue: one call when all live rollouts wait, never two at a time, ordered by rollout."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,6 +1,4 @@
-"""Promises of the queue: requests are sent and answered at once, alongside running ones; a cancelled request leaves the
-engine; a failed or silent engine is an error for all waiting requests.
-"""
+"""Promises of the queue: requests are sent and answered at once, alongside running ones."""
 
 import asyncio
 import time

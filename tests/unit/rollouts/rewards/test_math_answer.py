@@ -1,6 +1,4 @@
-"""Promises of equality by math-verify: its verdicts, and a child process that gives up in time, is replaced when it
-dies, and ends with its parent.
-"""
+"""Equality by math-verify: its verdicts, and a child process that gives up in time and ends with its parent."""
 
 import os
 import signal

@@ -27,7 +27,7 @@ async def good(task: Task, model: PolicyModel) -> float:
 
 
 async def whatever_the_row_says(task: Task, model: PolicyModel) -> Any:
-    """Do what the column `does` says, after a call of the policy."""
+    """Do what the column `does` names, after a call of the policy."""
     await model.generate("p")
     return await globals()[task.row.get("does", "good")](task, model)
 

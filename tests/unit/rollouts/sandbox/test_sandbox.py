@@ -1,6 +1,4 @@
-"""Promises of the sandbox: a workflow that hangs, crashes, blocks, exhausts memory or prints without end affects only
-its own rollout; its processes end with it; results are the same as without a sandbox.
-"""
+"""Promises of the sandbox: a hostile workflow affects only its own rollout, and its processes end with it."""
 
 import asyncio
 import math

@@ -1,7 +1,4 @@
-"""Promises of openenv_workflow, with a server in its own process: an episode is one chat with the rewards of the
-environment; the settings decide how replies become actions; a full server is waited for; errors of the server name its
-address and come before a timeout.
-"""
+"""Promises of openenv_workflow, with a server in its own process."""
 
 import asyncio
 import pickle

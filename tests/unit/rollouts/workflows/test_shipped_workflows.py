@@ -1,6 +1,4 @@
-"""Promises of the shipped workflows with several turns, tools, judges and games: their prompts and rewards, and that an
-unreadable verdict is a failure.
-"""
+"""Promises of the shipped workflows with several turns, tools, judges and games."""
 
 import asyncio
 import json

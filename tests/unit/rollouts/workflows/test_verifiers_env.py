@@ -1,6 +1,4 @@
-"""Promises of environments of the package verifiers: their tasks are a taskset by name; an episode is a rollout whose
-calls are recorded with their sampled tokens; rewards are the environment's; failures give their reason.
-"""
+"""Promises of environments of the package verifiers: their tasks are a taskset by name."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Promises of in-memory versions: the manifest is on storage before an engine can load the version and equals that of
-files; a version is written to storage on request; versions that no engine may still load are released; without enough
-memory a version is written to storage at once.
-"""
+"""Promises of in-memory versions: what an engine may load is held, or written to storage in time."""
 
 import errno
 import os

@@ -1,7 +1,4 @@
-"""Promises of transports between machines: a block comes from the nearest machine that has it, and dead, late or wrong
-sources are skipped; when a group loses a member, the others get an error in time and the version in the next group.
-Kills and real machines are tested in tests/integration/weights.
-"""
+"""Promises of transports between machines. Kills and real machines are tested in tests/integration/weights."""
 
 import json
 import socket

@@ -1,6 +1,4 @@
-"""Promises of token-level advantages: packed rows give the results of padded ones; ranks that only have the tokens of
-their own rows compute the results of one rank; a function with sums of its own gets the tokens of all rows.
-"""
+"""Token-level advantages and rows of several turns: any split gives the results of padded or single rows."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Promises of the optimizer: the section selects its class, its state is restored from files to the bit, and weight
-decay excludes norms, biases and embeddings.
-"""
+"""Promises of the optimizer: the section selects its class, and its state is restored from files to the bit."""
 
 from importlib.util import find_spec
 from typing import Any

@@ -1,6 +1,4 @@
-"""Promises of the learning rate: it equals that of `transformers.get_scheduler` at every step, for all schedules that
-are functions of the step, and their arguments; after the last step it stays constant.
-"""
+"""Promises of the learning rate: it equals that of `transformers.get_scheduler` at every step."""
 
 from typing import Any
 

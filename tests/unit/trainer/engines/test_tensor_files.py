@@ -1,12 +1,4 @@
-"""Promises of tensor files, on one rank; several are in tests/e2e/training (test_ranks_agree, test_checkpoint_format):
-
-- loading restores what was saved, to the bit, and the same tensors give the same bytes;
-- staged files are copies with the bytes of safetensors itself, in the requested data type;
-- whole tensors are loaded from any parts, and no file is read without need;
-- each block is read once, by one rank, in pieces, and a change in the meantime raises an error;
-- PyTorch's own reader finds the same tensors, and no file contains a pickle;
-- mismatches are rejected with names, and errors of storage are kept.
-"""
+"""Tensor files, on one rank: loading restores every bit, and mismatches are rejected with names."""
 
 import json
 import warnings

@@ -1,11 +1,4 @@
-"""Promises of the train engine and the engine at the Tinker service, by its SDK against a server of ours:
-
-- gradients equal those of the PyTorch engine, for losses with and without a reference, of rollouts and pairs;
-- the contract of train engines holds, except that nothing is exported;
-- samples have the logprobs that the service computes, and a response keeps the weights that it began with;
-- only weights that the run folder no longer names are deleted at the service;
-- if the service rejects a request, fails or does not answer, an error of ours is raised in time.
-"""
+"""Promises of the train engine and the engine at the Tinker service, by its SDK against a server of ours."""
 
 import gc
 import json

@@ -1,9 +1,4 @@
-"""Promises of `model.tinker`, whose package is not needed for any of them:
-
-- `enable` chooses trainer and engine, in one line, once;
-- unsupported keys are rejected by name, and keys without effect cause a warning;
-- an algorithm that needs more than logprobs is rejected before anything starts, and so is a run without a key.
-"""
+"""Promises of `model.tinker`, whose package is not needed for any of them."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Promises of the PyTorch engine: micro-batches do not change results, a checkpoint restores to the bit, and reference,
-teacher and critic are used as their algorithms require.
-"""
+"""Promises of the PyTorch engine: micro-batches do not change results, a checkpoint restores to the bit."""
 
 import json
 import math

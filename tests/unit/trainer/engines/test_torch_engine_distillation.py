@@ -1,7 +1,4 @@
-"""Promises of distillation: a student approaches its teacher over the whole vocabulary, whatever tokens were sampled;
-the [tokens, vocabulary] tensors of both are computed in chunks; each of several teachers scores the rows of its own
-tasksets.
-"""
+"""Promises of distillation: a student approaches its teacher over the whole vocabulary, in chunks."""
 
 from dataclasses import replace
 from pathlib import Path

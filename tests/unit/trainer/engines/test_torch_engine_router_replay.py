@@ -1,7 +1,4 @@
-"""Promises of router replay: the trainer uses the experts that the engine recorded, for any split of a batch, so
-logprobs agree; without it a narrower data type or newer weights change some choices. The reference chooses its own
-experts. Rollouts that cannot be replayed are rejected by name.
-"""
+"""Promises of router replay: the trainer uses the experts that the engine recorded, for any split of a batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace

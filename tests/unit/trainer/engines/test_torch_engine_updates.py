@@ -1,6 +1,4 @@
-"""Promises of several updates per batch: they equal a plain loop over the same mini-batches, relative to the weights
-before the batch; and mini-batches are the same on all ranks and in all repetitions.
-"""
+"""Several updates per batch equal a plain loop over the same mini-batches, on any number of ranks."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

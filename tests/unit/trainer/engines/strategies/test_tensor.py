@@ -1,6 +1,4 @@
-"""Promises of tensor parallelism: a plan is the model's own without shared weights; a model with an unsupported plan,
-or with sizes that the ranks do not divide, is rejected by name; experts are not split. (Results of ranks: tests/e2e.)
-"""
+"""Promises of tensor parallelism: a plan is the model's own without shared weights."""
 
 from typing import Any
 
