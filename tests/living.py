@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,6 @@ import rftdask
 
 
 def python_path(*folders: Path) -> str:
-    """Return a PYTHONPATH of these folders and the folder of the package."""
     return os.pathsep.join(map(str, [*folders, Path(rftdask.__file__).parents[1]]))
 
 
@@ -23,9 +23,16 @@ def lives(process: psutil.Process | int) -> bool:
     return False
 
 
+def wait_until(
+    condition: Callable[[], object], what: str = "it", *, deadline_s: float = 60.0, every_s: float = 0.005
+) -> None:
+    """Look `every_s` until the condition holds. Raises: AssertionError: it does not within `deadline_s`."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen in {deadline_s:.0f} s"
+        time.sleep(every_s)
+
+
 def wait_until_gone(pid: int, deadline_s: float = 60.0) -> None:
     """Wait until a process has ended. Raises: AssertionError: it still lives after `deadline_s`."""
-    deadline = time.monotonic() + deadline_s
-    while lives(pid):
-        assert time.monotonic() < deadline, f"process {pid} lives"
-        time.sleep(0.01)
+    wait_until(lambda: not lives(pid), f"the end of process {pid}", deadline_s=deadline_s)

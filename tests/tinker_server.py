@@ -73,7 +73,6 @@ class TinkerServer:
         self._numbers = itertools.count(1)
 
     def asked(self, route: str) -> list[Any]:
-        """Return the bodies of the requests to a route, in order."""
         return [body for each, body in self.requests if each == route]
 
     def app(self) -> Starlette:

@@ -78,9 +78,6 @@ def test_damaged_files_are_healed_or_named() -> None:
     assert figures.num_tried >= 15
 
 
-# ---- the crash test can fail
-
-
 def finished(plan: Plan) -> tuple[MemoryStorage, Witness]:
     storage, witness = new_memory(), Witness()
     run_all(lambda: storage, plan, Parts(), witness, seed=0)
@@ -155,9 +152,6 @@ def test_a_test_that_detects_no_missing_protection_fails() -> None:
     report = CrashReport(0, [Figures("power", "", num_tried=1)], [ProtectionFigures("fsync of files", 3, 0, "")])
     assert report.failures == ["without fsync of files nothing broke in 3 tries: this test proves nothing of it"]
     assert "BROKEN: 1" in report.render()
-
-
-# ---- bad input
 
 
 def test_an_unknown_part_is_refused() -> None:

@@ -52,7 +52,6 @@ class FakeHub:
 
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
-    """Run a hub on loopback."""
     hub = FakeHub()
 
     class Handler(BaseHTTPRequestHandler):

@@ -43,8 +43,6 @@ class RecordedLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class BrokenLoss(PolicyLoss):
-    """A loss that raises on every call."""
-
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         write_own_calls("loss")
         raise ValueError("the slope of this loss must not be 7")
@@ -52,8 +50,6 @@ class BrokenLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class StuckLoss(PolicyLoss):
-    """A loss that never returns."""
-
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         write_own_calls("loss")
         time.sleep(3600)

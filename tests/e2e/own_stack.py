@@ -36,6 +36,5 @@ def write_own_calls(place: str) -> None:
 
 
 def read_own_calls(path: Path) -> list[tuple[str, list[Call]]]:
-    """Return the recorded lines in order."""
     lines: list[Any] = [json.loads(line) for line in path.read_text().splitlines()]
     return [(place, [(file, name) for file, name in calls]) for place, calls in lines]

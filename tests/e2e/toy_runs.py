@@ -12,7 +12,6 @@ DEADLINE_S = 400.0
 
 
 def build_tiny_model(folder: Path) -> Path:
-    """Write the smallest policy: one layer of width 32."""
     build_toy_model(folder, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
     return folder
 

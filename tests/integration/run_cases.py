@@ -25,7 +25,8 @@ import pytest
 import yaml
 
 from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger
-from rftdask.buffer.log.shard import ShardName
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.shard import ShardName, done_units
 from rftdask.cli import app as cli
 from rftdask.processes.zygote import requester_of
 from rftdask.storage import open_storage
@@ -77,7 +78,6 @@ def write_config(folder: Path, num_tasks: int = 16) -> Path:
 
 
 def run_folder(config: Path) -> Path:
-    """Return the run folder of a `write_config`."""
     return config.parent / "runs" / "rftdask" / "fake"
 
 
@@ -86,8 +86,6 @@ def run_folder(config: Path) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a command."""
-
     code: int
     out: str
     err: str
@@ -179,7 +177,6 @@ class RunProcess:
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Send SIGKILL to the whole process group."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(DEADLINE_S)
 
@@ -192,7 +189,6 @@ class RunProcess:
         return [p for p in self.survivors() if target in _command_line(p)]
 
     def survivors(self) -> list[psutil.Process]:
-        """Return every living process of this run, anywhere in the process tree."""
         return [p for p in psutil.process_iter() if self._is_ours(p)]
 
     def wait_for_no_survivors(self, deadline_s: float = 120.0) -> None:
@@ -211,7 +207,6 @@ class RunProcess:
 
 
 def worker_of(process: psutil.Process) -> psutil.Process:
-    """Return the worker that a rank or an engine belongs to."""
     return psutil.Process(requester_of(process.cmdline()) or process.ppid())
 
 
@@ -252,6 +247,12 @@ def num_steps(folder: Path) -> int:
 
 def num_shards(folder: Path) -> int:
     return len(list(folder.glob("experiences/0*/*.parquet")))
+
+
+def num_half_done(folder: Path) -> int:
+    """Return the number of partly committed work units."""
+    names = ParquetLog(open_storage(folder)).shards()
+    return len({(name.explore_step, name.unit) for name in names} - done_units(names))
 
 
 def read_number(path: Path) -> int:

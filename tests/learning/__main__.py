@@ -40,7 +40,6 @@ def main() -> int:
 
 
 def _span(values: list[float]) -> str:
-    """Format median and range."""
     if not values:
         return ""
     return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"

@@ -174,7 +174,6 @@ def _one_coefficient(name: str) -> Patch:
 
 
 def mutants() -> Iterator[Mutant]:
-    """Return all mutants."""
     for cls, (case, loose) in LOSSES.items():
         yield Mutant(f"{cls.__name__}: sign", case, _sign_of_loss(cls))
         if loose:

@@ -82,7 +82,6 @@ async def corridor(task: Task, model: PolicyModel) -> Reward:
 
 @workflow("stairs", in_process=True)
 async def stairs(task: Task, model: PolicyModel) -> Reward:
-    """Return 1 on the ground."""
     at = task.row["start"]
     while at and (await model.generate(f"{task.prompt}{at}>")).text[:1] == "r":
         at -= 1

@@ -83,9 +83,7 @@ NO_RUNS: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("command", READERS)
 @pytest.mark.parametrize("make", NO_RUNS.values(), ids=NO_RUNS.keys())
 @pytest.mark.timeout(120)
-def test_a_folder_that_is_not_a_run_is_refused_by_its_name(
-    command: str, make: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_folder_that_is_no_run_is_refused_by_name(command: str, make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "no_run")
     before = sorted(tmp_path.rglob("*"))
     ended = ask(command, tmp_path / "no_run", tmp_path)
@@ -149,7 +147,6 @@ MISTYPED = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run that has ended."""
     config = write_config(tmp_path_factory.mktemp("finished"))
     finish(config)
     return config
@@ -242,9 +239,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 @pytest.mark.timeout(120)
-def test_a_damaged_run_is_reported_without_a_traceback(
-    damage: Callable[[Path], None], finished: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_run_ends_without_a_traceback(damage: Callable[[Path], None], finished: Path, tmp_path: Path) -> None:
     shutil.copytree(run_folder(finished), tmp_path / "run", symlinks=True)
     damage(tmp_path / "run")
     for command in sorted(READERS.keys() - {"replay", "attach", "cancel"}):

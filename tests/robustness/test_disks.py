@@ -79,13 +79,8 @@ def files_in(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".tmp-")}
 
 
-# ---- full
-
-
 @pytest.mark.parametrize("place", ["ledger/main", "weights/3", "global_step_4", "global_step_4/actor", ""])
-def test_a_trainer_on_a_full_disk_reports_it_and_resumes(
-    place: str, make_disk: Callable[..., Disk], tmp_path: Path
-) -> None:
+def test_a_trainer_reports_a_full_disk_and_resumes(place: str, make_disk: Callable[..., Disk], tmp_path: Path) -> None:
     """The full disk holds the ledger, weights, checkpoint and its files, or the pointer, which is in the folder
     itself.
     """
@@ -184,9 +179,6 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes(make_disk: Callable
     runs.finish(config, *settings)
     runs.assert_sound(folder)
     assert runs.final_weights(folder) == runs.final_weights(runs.run_folder(plain))
-
-
-# ---- read-only, or owned by another user
 
 
 @pytest.fixture

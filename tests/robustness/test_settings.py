@@ -234,9 +234,7 @@ def test_every_mistake_is_reported_at_once(config: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
-def test_bubblewrap_is_refused_if_it_is_not_installed(
-    config: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bubblewrap_that_is_missing_is_refused(config: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(config.parent))
     ended = call_cli(command, str(config), "explorer.sandbox.bubblewrap=true")
     assert_mendable(ended, "explorer.sandbox.bubblewrap: bwrap is not installed", "install the package bubblewrap")

@@ -34,9 +34,7 @@ def assert_shown_safely(text: str, *words: str) -> None:
         assert word in text, f"{word!r} is not in {text}"
 
 
-def test_the_summary_shows_samples_and_errors_as_text(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_summaries_show_samples_and_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     sample = SampleAnswer(HOSTILE, HOSTILE, HOSTILE, None, f"{HOSTILE} {SECRET}", None)
     error = f"{HOSTILE} https://me:hunter2@host/x"

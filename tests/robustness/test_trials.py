@@ -121,9 +121,7 @@ def test_validate_with_data_runs_custom_functions(config: Path) -> None:
     ],
     ids=["raises", "nan", "dies"],
 )
-def test_a_failure_that_the_answer_may_cause_is_a_warning(
-    config: Path, source: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_an_answer_may_cause_only_warns(config: Path, source: str, caplog: pytest.LogCaptureFixture) -> None:
     check_inputs([load_config(config, own(config, "default_reward_fn_type", source))])
     [warning] = [record for record in caplog.records if "is not trained" in record.message]
     assert warning.levelno == logging.WARNING and "scored: tried on row 0 of taskset_0" in warning.message

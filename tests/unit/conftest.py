@@ -1,10 +1,11 @@
-"""Storage media: an S3 server, which is moto on this machine with dummy credentials, and a disk that fills up.
+"""Storage media (an S3 server, which is moto on this machine with dummy credentials; a disk that fills up), plug-ins.
 
 moto and s3fs are in the dev extra; where they are missing the S3 tests fail, they are not skipped.
 """
 
 import os
 import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.config import plugins
 from rftdask.storage.local import LocalStorage
 from tests.unit.storage.s3_proxy import FaultyS3, start_moto
 
@@ -66,3 +68,15 @@ def small_disk(tmp_path: Path) -> Iterator[LocalStorage]:
         pytest.skip("a full disk needs the right to mount a small tmpfs (root)")
     yield LocalStorage(disk)
     subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for plug-ins; what a test imports from it is forgotten after the test."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_plugin_modules", [])
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]

@@ -162,12 +162,8 @@ def elsewhere(page: str, language: str, statement: str) -> str | None:
 
 
 def is_run_here(page: str) -> bool:
-    """True if this file runs any statement of the page."""
     shown = [block for block in blocks(PAGES[page]) if block.language not in NO_CODE]
     return any(elsewhere(page, block.language, each) is None for block in shown for each in statements(block))
-
-
-# ---- the table
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -187,9 +183,6 @@ def test_the_table_of_unrun_examples_matches_the_pages() -> None:
         for start, place in places.items():
             assert any(text.startswith(start) for text in texts), f"{page} shows no {start!r} any more"
             assert " " in place or (ROOT / place).is_file(), place
-
-
-# ---- the pages
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,13 @@ A misspelled argument of each part that has some is an error with its key.
 import contextlib
 import io
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rftdask.config import Config, check_plugins, load_config, plugins
+from rftdask.config import Config, check_plugins, load_config
 from rftdask.config.parts import named_parts
 from rftdask.errors import ConfigError
 
@@ -30,16 +28,10 @@ BASE: dict[str, Any] = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    before = set(sys.modules)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(plugins, "_plugin_modules", [])
+def folder(folder: Path) -> Path:
     for file, text in FILES.items():
-        (tmp_path / file).write_text(text)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+        (folder / file).write_text(text)
+    return folder
 
 
 def configured(text: str, folder: Path) -> Config:

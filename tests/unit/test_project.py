@@ -46,9 +46,6 @@ MOST_ENTRIES = 15
 Graph = dict[str, set[str]]
 
 
-# ---- the import graph
-
-
 @functools.cache
 def parse(source: str) -> ast.Module:
     """Its syntax tree; once for all tests that look at the package's."""
@@ -170,9 +167,6 @@ def test_every_late_import_has_a_reason(tmp_path):
     assert late_imports_without_a_reason(tmp_path) == [f"{tmp_path.name}/module.py:2"]
 
 
-# ---- the import rules can fail
-
-
 def invent(folder: Path, **sources: str) -> Graph:
     """The import graph of an invented package; `buffer__log="..."` is the source of rftdask/buffer/log.py."""
     for name, source in sources.items():
@@ -230,16 +224,10 @@ def test_a_package_that_reexports_its_modules_is_not_a_cycle(tmp_path):
     assert find_cycle(import_graph(tmp_path / "rftdask")) == []
 
 
-# ---- the tests
-
-
 def test_every_test_file_has_a_name_of_its_own():
     # pytest imports a test file by its bare name: two of one name are an error of the collection, after minutes.
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
-
-
-# ---- light imports
 
 
 NO_TORCH = "torch transformers vllm"
@@ -269,9 +257,6 @@ def test_early_imports_load_no_heavy_packages(module, heavy):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
-
-
-# ---- folders
 
 
 def folder_problems(package: Path) -> list[str]:
@@ -311,9 +296,6 @@ def test_every_folder_has_a_docstring_and_few_files(tmp_path):
         "storage/ has no __init__.py with a docstring",
         "trainer/ has 16 entries, more than 15",
     ]
-
-
-# ---- dependencies
 
 
 CORE = [Requirement(text) for text in PROJECT["dependencies"]]

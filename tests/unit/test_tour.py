@@ -33,7 +33,6 @@ def functions_of(path: Path) -> set[str]:
 
 
 def section_of(title: str) -> str:
-    """Text below a heading."""
     return TOUR.split(f"## {title}\n")[1].split("\n## ")[0]
 
 

@@ -71,6 +71,8 @@ UNSPLIT = "of an image that Idefics3 does not split it counts no part, and fails
 # vLLM's imports warn of future changes.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1000)]
 
+Others = dict[int, TransformersEngine]
+
 
 def test_vllm_has_the_arguments_for_a_shared_gpu() -> None:
     # A CPU has no sleep mode; the test records the calls that the engine would make.
@@ -154,7 +156,7 @@ FOLLOW = "import sys, pathlib, rftdask.engines.vllm_follower as f; f.follow(f.No
 
 
 def test_an_engine_over_two_nodes_works_like_one_and_ends(
-    folders: dict[int, Path], others: dict[int, TransformersEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[int, Path], others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both nodes are this machine, each with its own processes, which connect over the network.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -235,9 +237,7 @@ def test_prompts_that_exceed_one_pass_are_all_answered(engine: VllmEngine) -> No
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "transformers"])
-def test_both_engines_record_the_logprobs_of_the_trainer(
-    sampler: str, engine: VllmEngine, others: dict[int, TransformersEngine]
-) -> None:
+def test_both_engines_record_the_logprobs_of_the_trainer(sampler: str, engine: VllmEngine, others: Others) -> None:
     answers = (engine if sampler == "vllm" else others[0]).generate(REQUESTS)
     computed = trainer_logprobs(others[0]._model, answers)
     gaps = [t - s for row, a in zip(computed, answers, strict=True) for t, s in zip(row, a.logprobs, strict=True)]
@@ -252,9 +252,7 @@ FORM = """start: %json {"enum": [{"yes": true, "n": 1}, {"yes": true, "n": 23}, 
 "x-guidance": {"whitespace_flexible": false}}"""
 
 
-def test_guided_answers_equal_those_of_the_transformers_engine(
-    engine: VllmEngine, others: dict[int, TransformersEngine]
-) -> None:
+def test_guided_answers_equal_those_of_the_transformers_engine(engine: VllmEngine, others: Others) -> None:
     forms = (FORM, "", 'start: /[a-c]{3,5}/ "!"', FORM, FORM)  # in the order of REQUESTS, the last of which is greedy
     asked = [
         dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, grammar=form))
@@ -274,9 +272,7 @@ def test_guided_answers_equal_those_of_the_transformers_engine(
     assert max(map(abs, gaps)) < 1e-4
 
 
-def test_forbidden_words_never_occur_and_forced_answers_end(
-    engine: VllmEngine, others: dict[int, TransformersEngine]
-) -> None:
+def test_forbidden_words_never_occur_and_forced_answers_end(engine: VllmEngine, others: Others) -> None:
     greedy = SamplingParams(12, temperature=0.0)
     [free] = engine.generate([GenerateRequest((3, 4), greedy, 0)])
     for bad in ((free.tokens[0],), free.tokens[:3]):
@@ -337,7 +333,7 @@ def test_seeds_are_valid_for_both_model_runners() -> None:
 
 
 def test_loaded_weights_are_verified_and_reset_the_prefix_cache(
-    engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
+    engine: VllmEngine, folders: dict[int, Path], others: Others
 ) -> None:
     prompt = tuple(range(3, 100))  # several blocks of vLLM's cache
     request = GenerateRequest(prompt, SamplingParams(8, temperature=0.0), 0)
@@ -381,7 +377,7 @@ def test_a_cache_fits_after_returning_to_the_gpu_and_loading(
 
 
 def test_a_response_under_way_goes_on_with_new_weights(
-    engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
+    engine: VllmEngine, folders: dict[int, Path], others: Others
 ) -> None:
     from vllm.outputs import CompletionOutput
 
@@ -414,7 +410,7 @@ def test_a_response_under_way_goes_on_with_new_weights(
 
 
 def test_a_delta_becomes_the_whole_that_is_loaded(
-    tmp_path: Path, engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
+    tmp_path: Path, engine: VllmEngine, folders: dict[int, Path], others: Others
 ) -> None:
     """vLLM does not change weights in place: the machine builds the whole file. Some values of version 0 equal those of
     version 1.
@@ -469,7 +465,7 @@ class VllmsOwnReload(Engine):
 
 
 def test_a_stale_output_head_is_noticed_and_restarts_the_engine(
-    engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
+    engine: VllmEngine, folders: dict[int, Path], others: Others
 ) -> None:
     """vLLM since 0.28 on a CPU, with tied embeddings. If this test fails, `load_published` may no longer need its last
     lines.

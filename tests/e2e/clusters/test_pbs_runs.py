@@ -1,12 +1,11 @@
 """A run on PBS, whose commands are stand-ins with the same formats (tests/integration/fake_pbs.py)."""
 
+import functools
 import getpass
 import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,14 @@ import yaml
 from rftdask.cluster.jobqueue import PbsCluster
 from rftdask.cluster.jobs import read_jobs
 from rftdask.storage import open_storage
+from tests import living
 from tests.integration import fake_pbs
 from tests.integration.run_cases import assert_sound, call_cli, num_steps, write_config
 
 DEADLINE_S = 300.0
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen in {DEADLINE_S:.0f} s"
-        time.sleep(0.2)
+wait_until = functools.partial(living.wait_until, deadline_s=DEADLINE_S, every_s=0.2)
 
 
 def test_a_run_on_pbs_continues_job_by_job_until_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,14 @@
 """Runs on a real SLURM, with fake models. Skipped if SLURM does not answer (`sinfo -h`)."""
 
 import contextlib
+import functools
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rftdask.cluster.slurm import ENDING, SlurmCluster, sbatch
 from rftdask.errors import RftError
 from rftdask.run.lease import lease_holder
 from rftdask.storage import open_storage
+from tests import living
 from tests.integration.run_cases import assert_sound, call_cli, num_shards, num_steps, write_config
 
 DEADLINE_S = 300.0
@@ -50,11 +51,7 @@ def block(language: str) -> str:
     return match.group(1)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen in {DEADLINE_S:.0f} s"
-        time.sleep(0.2)
+wait_until = functools.partial(living.wait_until, deadline_s=DEADLINE_S, every_s=0.2)
 
 
 class Demo:
@@ -220,9 +217,7 @@ def test_an_impossible_request_is_refused_with_the_arithmetic(tmp_path: Path) ->
     ],
     ids=["failing prologue", "more time than its partition gives"],
 )
-def test_a_run_whose_trainer_cannot_start_ends_with_the_reason(
-    demo: Demo, settings: dict[str, Any], told: tuple[str, ...]
-) -> None:
+def test_a_trainer_that_cannot_start_is_the_reason(demo: Demo, settings: dict[str, Any], told: tuple[str, ...]) -> None:
     tree = yaml.safe_load(demo.config.read_text())
     tree["cluster"]["slurm"]["trainer"] |= settings
     demo.config.write_text(yaml.safe_dump(tree))

@@ -33,7 +33,6 @@ def plain(response, truth, task):
 
 
 def click(browser: Chromium, text: str, among: str = "a, button") -> None:
-    """Click the first element with this text, and wait for the next page if it is a link."""
     browser.wait_for(f"[...document.querySelectorAll('{among}')].find((each) => each.textContent.trim() === '{text}')")
     browser.evaluate(
         f"[...document.querySelectorAll('{among}')].find((each) => each.textContent.trim() === '{text}').click()"

@@ -19,7 +19,6 @@ TOUR = (Path(__file__).parents[3] / "docs/tour.md").read_text()
 
 
 def way_in_the_tour(title: str) -> list[Call]:
-    """Return the functions in the table below a heading."""
     section = TOUR.split(f"## {title}\n")[1].split("\n## ")[0]
     return [(file, name) for name, file in re.findall(r"^\| \[`([\w.]+)`\]\(\.\./([\w/.]+)\)", section, flags=re.M)]
 

@@ -128,7 +128,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(toy: Path, text: str, *overrides: str) -> Path:
-    """Run to the end and return the folder of the run."""
     tree = yaml.safe_load(text)
     path = toy / f"{tree['name']}.yaml"
     path.write_text(text)

@@ -26,9 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("num_ranks", "kills"), [(2, ("worker", "rank")), pytest.param(4, ("rank",), marks=pytest.mark.long)]
 )
-def test_a_gang_outlives_its_ranks_and_their_workers(
-    tmp_path: Path, undisturbed: Path, num_ranks: int, kills: tuple[str, ...]
-) -> None:
+def test_a_gang_outlives_its_workers(tmp_path: Path, undisturbed: Path, num_ranks: int, kills: tuple[str, ...]) -> None:
     config = runs.write_config(tmp_path)
     folder = runs.run_folder(config)
     dice = random.SystemRandom()

@@ -79,8 +79,6 @@ def watched() -> Iterator[list[int]]:
 
 
 class CountedSlice:
-    """Slice of a tensor in a file that counts the bytes read."""
-
     num_bytes = 0
 
     def __init__(self, inner: Any) -> None:
@@ -96,8 +94,6 @@ class CountedSlice:
 
 
 class CountedFile:
-    """Safetensors file that counts the bytes read."""
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._inner = safe_open(*arguments, **options)
 
@@ -120,9 +116,6 @@ def strategy_of(ranks: Ranks, cut: TensorParallel | None = None) -> Strategy:
 
 def engine(path: str, algorithm: str, ranks: Ranks, cut: TensorParallel | None = None, **overrides: Any) -> TorchEngine:
     return TorchEngine(engine_config(path, **overrides), make_algorithm(algorithm), strategy_of(ranks, cut))
-
-
-# ---- in the processes
 
 
 def load_large(gangs: dict[int, Ranks], small: str, large: str) -> dict[tuple[int, bool], tuple[int, int, int]]:
@@ -243,8 +236,6 @@ def resume_large(gangs: dict[int, Ranks], small: str, large: str, folder: str) -
 
 
 class CountingStorage(LocalStorage):
-    """Storage that counts the bytes read."""
-
     num_bytes = 0
 
     def get(self, path: str) -> bytes:
@@ -270,16 +261,12 @@ def load_cases(gangs: dict[int, Ranks], folder: str) -> dict[str, bool]:
 
 
 def _weights_in(files: Mapping[str, Data]) -> dict[str, torch.Tensor]:
-    """Return the weights by folder and name."""
     return {
         f"{file.partition('/')[0]} {name}": tensor
         for file, data in files.items()
         if "model" in file and file.endswith(".safetensors")
         for name, tensor in load(bytes(data)).items()
     }
-
-
-# ---- the promises
 
 
 @pytest.fixture(scope="module")

@@ -183,9 +183,6 @@ def is_policy(file: str) -> bool:
     return file.startswith("actor/") and "model" in Path(file).name  # or adapter_model
 
 
-# ---- in the processes
-
-
 def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     """Return the largest relative difference from one rank, by case and quantity; on rank 0 of each gang."""
     differences: dict[str, float] = {}
@@ -358,9 +355,6 @@ def save_and_load(gangs: dict[int, Ranks], model: str) -> dict[str, bool]:
 def exchange(ranks: Ranks, files: dict[str, bytes]) -> list[dict[str, bytes]]:
     parts = ranks.all_gather({name: data.hex() for name, data in files.items()})
     return [{name: bytes.fromhex(data) for name, data in part.items()} for part in parts]
-
-
-# ---- the promises
 
 
 def test_several_ranks_compute_the_same_as_one_rank(model: str, tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def words_in_order(dice: random.Random, words: list[str], count: int) -> list[tu
 
 
 def score(model: Path, response: str) -> float:
-    """Return the score of the reward function."""
     task = Task("t", 0, 0, prompt="say:")
     return compute_reward(task, response, "reward_model", {"model_path": str(model)}).value
 

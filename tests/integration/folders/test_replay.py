@@ -88,9 +88,7 @@ def test_weights_that_differ_are_reported(run: Path, tmp_path: Path) -> None:
         (("--from", "2", "--lineage", "c", "algorithm.algorithm_type=sft"), "sft learns from a dataset"),
     ],
 )
-def test_a_run_that_cannot_be_replayed_is_refused_at_the_start(
-    run: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_a_run_that_cannot_be_replayed_is_refused(run: Path, arguments: tuple[str, ...], message: str) -> None:
     ended = runs.call_cli("replay", str(run), *arguments)
     assert ended.code == 2 and message in ended.err, ended
     assert runs.ledger_of(run), "the run is as it was"

@@ -58,9 +58,7 @@ def cancelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_reader_reads_a_moved_run_in_its_new_folder(
-    cancelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_reader_reads_a_run_that_moved(cancelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = Path(shutil.copytree(cancelled, tmp_path / "copy"))
     hidden = cancelled.rename(cancelled.with_name("hidden"))
     try:

@@ -12,7 +12,6 @@ async def uneven(task: Task, model: PolicyModel) -> float:
 
 
 async def slow(task: Task, model: PolicyModel) -> float:
-    """Take half a second and return a reward of 0."""
     await model.generate(task.prompt)
     await asyncio.sleep(0.5)
     return 0.0
@@ -33,7 +32,6 @@ async def one_late(task: Task, model: PolicyModel) -> float:
 
 
 async def examined(task: Task, model: PolicyModel) -> float:
-    """Call the policy twice, a second apart."""
     first = await model.generate(task.prompt)
     await asyncio.sleep(1.0)
     await model.generate(f"{task.prompt}{first.text}?")

@@ -4,7 +4,6 @@ import contextlib
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rftdask.driver.experiment import Experiment
 from rftdask.monitor.events import Event, Note
 from tests.integration import run_cases as runs
 from tests.integration.local_stage import local_cluster, make_stage
+from tests.living import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,6 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 def wait_for_rank(running: threading.Thread) -> psutil.Process:
-    """Wait for the trainer rank of the cluster in this process and return it."""
     while running.is_alive():
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -77,9 +76,7 @@ def wait_for_rank(running: threading.Thread) -> psutil.Process:
     raise AssertionError("the run ended before there was a trainer rank")
 
 
-def test_an_external_worker_takes_batches_and_may_be_killed(
-    tmp_path: Path, cluster: LocalCluster, undisturbed: Path
-) -> None:
+def test_an_outside_worker_takes_batches_until_killed(tmp_path: Path, cluster: LocalCluster, undisturbed: Path) -> None:
     path = runs.write_config(tmp_path)
     folder = runs.run_folder(path)
     events: list[Event] = []
@@ -133,25 +130,17 @@ def test_only_the_task_that_kills_its_worker_is_set_aside(tmp_path: Path) -> Non
     assert set(kills.read_text().split()) == {"0"}
 
 
-DEADLINE_S = 120.0
 PLANS = (WorkerPlan("trainer-0", (TRAINER_RESOURCE,), 1), WorkerPlan("explorer-0", (EXPLORER_RESOURCE,), 1))
-
-
-def wait_for(cluster: LocalCluster, names: set[str]) -> None:
-    found: set[str] = set()
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        found = {info["name"] for info in cluster.client.scheduler_info(n_workers=-1)["workers"].values()}
-        if found == names:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"workers {found}, not {names}")
 
 
 def test_explorers_join_and_leave_a_local_cluster() -> None:
     with LocalCluster(Layout(PLANS)) as cluster:
+
+        def names() -> set[str]:
+            return {info["name"] for info in cluster.client.scheduler_info(n_workers=-1)["workers"].values()}
+
         cluster.scale(EXPLORER_RESOURCE, 2)
-        wait_for(cluster, {"trainer-0", "explorer-0", "explorer-2"})
+        wait_until(lambda: names() == {"trainer-0", "explorer-0", "explorer-2"}, deadline_s=120.0)
         assert cluster.num_asked(EXPLORER_RESOURCE) == 2
         cluster.scale(EXPLORER_RESOURCE, 0)
-        wait_for(cluster, {"trainer-0"})
+        wait_until(lambda: names() == {"trainer-0"}, deadline_s=120.0)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.shard import done_units
 from rftdask.storage import open_storage
 from tests.integration import run_cases as runs
 from tests.integration.run_cases import RunProcess, assert_same_run, assert_sound, run_folder, write_config
@@ -22,7 +21,6 @@ SETTINGS = (f"trainer.total_steps={STEPS}", "trainer.save_interval=7", "explorer
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an undisturbed run."""
     config = runs.write_config(tmp_path_factory.mktemp("undisturbed"))
     runs.finish(config, *SETTINGS)
     return runs.run_folder(config)
@@ -47,9 +45,7 @@ def random_moments() -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [DELTAS, pytest.param(MEMORY, marks=pytest.mark.long)])
-def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(
-    folder: Path, config: Path, undisturbed: Path, method: str
-) -> None:
+def test_a_run_killed_whole_ends_as_if_it_had_not(folder: Path, config: Path, undisturbed: Path, method: str) -> None:
     moments = list(random_moments())
     for step in moments:
         with start(config, method) as run:
@@ -65,9 +61,7 @@ def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [DELTAS, pytest.param(MEMORY, marks=pytest.mark.long)])
-def test_a_run_survives_losing_engine_trainer_and_worker(
-    folder: Path, config: Path, undisturbed: Path, method: str
-) -> None:
+def test_a_run_survives_losing_each_process(folder: Path, config: Path, undisturbed: Path, method: str) -> None:
     with start(config, method) as run:
         run.wait_until(lambda: runs.num_steps(folder) >= 3)
         (engine,) = run.children(runs.ENGINE)
@@ -108,18 +102,12 @@ IN_PARTS = (
 )
 
 
-def num_half_done(folder: Path) -> int:
-    """Return the number of partly committed work units."""
-    names = ParquetLog(open_storage(str(folder))).shards()
-    return len({(name.explore_step, name.unit) for name in names} - done_units(names))
-
-
 def is_paused_half_done(run: RunProcess, folder: Path) -> bool:
     """Pause the run and return True if a batch is half done; otherwise let the run continue."""
-    if not num_half_done(folder):
+    if not runs.num_half_done(folder):
         return False
     run.pause()
-    if num_half_done(folder):
+    if runs.num_half_done(folder):
         return True
     run.resume()
     return False
@@ -136,7 +124,7 @@ def test_a_run_killed_between_parts_of_a_batch_ends_the_same(tmp_path: Path) -> 
             run.wait_until(lambda run=run: is_paused_half_done(run, folder))
             run.kill()
             run.wait_for_no_survivors()
-            assert num_half_done(folder) > 0
+            assert runs.num_half_done(folder) > 0
     with RunProcess(*settings) as run:
         run.end(code=0)
     names = ParquetLog(open_storage(str(folder))).shards()

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import dask
@@ -19,7 +19,7 @@ from rftdask.cluster.preloads import LEAVING
 from rftdask.processes.dask_cluster import DASK_CONFIG
 from rftdask.processes.dask_task import LEAVING_TOPIC, make_cancel_check
 from tests.integration.run_cases import DEADLINE_S
-from tests.living import lives
+from tests.living import lives, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -76,13 +76,6 @@ def kill_tree(root: psutil.Popen) -> None:
             with contextlib.suppress(psutil.Error):
                 process.kill()
     root.wait(DEADLINE_S)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(("ends", "says"), [("joined", True), ("often", True), ("all", True), ("worker", False)])

@@ -8,7 +8,7 @@ import pytest
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.shard import ShardName, done_units
+from rftdask.buffer.log.shard import ShardName
 from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import open_storage
 from tests.integration import run_cases as runs
@@ -34,16 +34,10 @@ def start(config: Path, *more: str) -> runs.RunProcess:
     return runs.RunProcess("run", str(config), *SETTINGS, *more)
 
 
-def num_half_done(folder: Path) -> int:
-    """Return the number of partly committed work units, which are in progress."""
-    names = ParquetLog(open_storage(str(folder))).shards()
-    return len({(name.explore_step, name.unit) for name in names} - done_units(names))
-
-
 def wait_for_overlap(run: runs.RunProcess, folder: Path) -> None:
     """Wait until this process of the run has several units in progress."""
     before = runs.num_shards(folder)
-    run.wait_until(lambda: runs.num_shards(folder) > before and num_half_done(folder) >= 2)
+    run.wait_until(lambda: runs.num_shards(folder) > before and runs.num_half_done(folder) >= 2)
 
 
 def assert_all_once(folder: Path) -> None:
@@ -122,7 +116,7 @@ def test_cancelled_rollouts_are_in_the_ledger_with_the_reason(folder: Path, conf
     for _ in range(2):
         with start(config, *ASYNC, *enough) as run:
             before = runs.num_shards(folder)
-            run.wait_until(lambda before=before: runs.num_shards(folder) > before + 1 and num_half_done(folder) > 0)
+            run.wait_until(lambda seen=before: runs.num_shards(folder) > seen + 1 and runs.num_half_done(folder) > 0)
             run.kill()
             run.wait_for_no_survivors()
     with start(config, *ASYNC, *enough) as run:
@@ -151,7 +145,7 @@ def test_units_of_style_fixed_do_not_overlap(folder: Path, config: Path) -> None
     seen = set()
 
     def has_ended() -> bool:
-        seen.add(num_half_done(folder))
+        seen.add(runs.num_half_done(folder))
         return run.process.poll() is not None
 
     with start(config, "trainer.total_steps=4") as run:

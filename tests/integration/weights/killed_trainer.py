@@ -44,8 +44,6 @@ DEADLINE_S = 60.0
 
 
 class FingerprintEngine(FakeTrainEngine):
-    """Engine with fingerprints."""
-
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint, made from the content of the weights."""
         return Fingerprint(sequences=((3, 1, 4),), logprobs=((-self._digest[0] / 8, -1.0),), dtype="float32")

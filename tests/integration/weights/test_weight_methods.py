@@ -33,6 +33,7 @@ from tests.integration import run_cases as runs
 from tests.integration.weights import weight_parties as parties
 from tests.integration.weights.killed_trainer import FingerprintEngine
 from tests.integration.weights.weight_parties import Report
+from tests.living import wait_until
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer
 
 DEADLINE_S = 180.0
@@ -55,15 +56,11 @@ class Machines(LocalCluster):
         return spec
 
     def addresses(self) -> dict[str, str]:
-        """Return the addresses of the living workers by name."""
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         return {str(worker["name"]): address for address, worker in workers.items()}
 
     def wait_for(self, name: str, other_than: str = "") -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while self.addresses().get(name, other_than) == other_than:
-            assert time.monotonic() < deadline, f"{name} did not join"
-            time.sleep(0.02)
+        wait_until(lambda: self.addresses().get(name, other_than) != other_than, f"the joining of {name}")
 
     def kill(self, name: str) -> None:
         """Kill a worker with signal 9; its nanny starts another one."""
@@ -79,8 +76,6 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 
 class Run:
-    """A run of one method on the machines."""
-
     def __init__(self, machines: Machines, folder: Path, method: str) -> None:
         # A unique name: pytest reuses the folder of a passed test, and these processes live on.
         self.machines, self.url = machines, str(folder / f"run-{uuid.uuid4().hex[:8]}")
@@ -184,9 +179,7 @@ def undisturbed() -> list[Report]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
-def test_a_trainer_killed_at_each_write_repeats_its_versions(
-    run: Run, tmp_path: Path, every: int, undisturbed: list[Report]
-) -> None:
+def test_a_killed_trainer_repeats_its_versions(run: Run, tmp_path: Path, every: int, undisturbed: list[Report]) -> None:
     folder = tmp_path / uuid.uuid4().hex
     folder.mkdir()
     machine = run.begin(TRAINER, parties.give_blocks).result(timeout=DEADLINE_S)
@@ -220,7 +213,6 @@ def by_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(machines: Machines, method: str) -> tuple[str, ...]:
-    """Settings of a run over the machines."""
     address = f"cluster.options={{address: '{machines.client.scheduler.address}'}}"
     return "cluster.type=existing", address, f"trainer.total_steps={STEPS}", f"synchronizer.sync_method={method}"
 

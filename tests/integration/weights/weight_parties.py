@@ -38,8 +38,6 @@ _engine: EngineClient | None = None
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a party about a version."""
-
     version: int
     content_hash: str
     fingerprint: Fingerprint | None
@@ -58,7 +56,6 @@ def fingerprint(version: int) -> Fingerprint:
 
 
 def publish(config_file: str, url: str, versions: list[int]) -> list[Report]:
-    """Publish versions one after another."""
     config, storage, worker = load_config(config_file), open_storage(url), get_worker()
     if url not in _publishers:
         serve_blocks(worker)
@@ -98,7 +95,6 @@ def reach_no_rank(dask_worker: Worker) -> None:
 
 
 def reach_ranks(dask_worker: Worker) -> None:
-    """Make the ranks reachable again."""
     vars(process_group)["_store_of_another"] = _store_of_another
 
 
@@ -165,5 +161,4 @@ def _served_file(run: Path, machine: str) -> Path:
 
 
 def engine_pid(config_file: str) -> int:
-    """Return the pid of this machine's engine."""
     return engine_of(load_config(config_file))._child.pid

@@ -187,9 +187,6 @@ def test_every_part_is_a_documented_frozen_dataclass(key: str, table: dict[str, 
             part.something = 1
 
 
-# ---- from a configuration
-
-
 def built(**section: Any) -> Algorithm:
     """Build the algorithm of a configuration as the trainer does; default: grpo without a KL."""
     tree = {"mode": "train", "model": {"model_path": "m", "max_model_len": 64}}

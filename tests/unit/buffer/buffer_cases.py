@@ -22,12 +22,10 @@ _numbers = itertools.count()
 
 
 def new_storage() -> Storage:
-    """An empty tree in memory."""
     return open_storage(f"memory://buffer-{next(_numbers)}")
 
 
 def entries(storage: Storage) -> list[LedgerEntry]:
-    """All entries of the ledger, in order."""
     ledger = Ledger(storage)
     found = [ledger.read(step) for step in range(1, ledger.last_step() + 1)]
     return [entry for entry in found if entry is not None]

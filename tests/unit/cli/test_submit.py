@@ -58,9 +58,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("system", ELSEWHERE)
-def test_on_every_batch_system_a_controller_submits_jobs(
-    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_each_system_a_controller_submits_jobs(system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, *directives = ELSEWHERE[system]
     walltime = "" if system in ("lsf", "htcondor") else "walltime: '04:00:00', "
     common = ("cluster.python=python3", "cluster.local_cache_dir=$TMPDIR/staged", f"cluster.type={system}")
@@ -274,9 +272,7 @@ SITES = {
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_the_config_of_each_kind_of_site_gives_scripts(
-    site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_config_of_a_kind_of_site_gives_scripts(site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFTDASK_RUNS", str(tmp_path))
     folder = Path(__file__).parents[3] / "config" / "slurm"
     assert {file.stem for file in folder.glob("*.yaml")} == set(SITES)

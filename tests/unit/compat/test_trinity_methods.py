@@ -27,7 +27,7 @@ NO_GROUP = "nothing to call: a group exists for one broadcast on request; a lost
 NO_STATUS = "nothing to set: files show the progress of each role, and its lease whether it is alive"
 LEASE = "tests/unit/run/test_lease.py::test_a_second_living_holder_is_refused"
 STOP = TRAINER + "test_a_stop_on_request_ends_after_the_step_with_a_checkpoint"
-DUE = TRAINER + "test_weights_are_published_when_they_are_due_and_at_the_end"
+DUE = TRAINER + "test_weights_are_published_when_due_and_at_the_end"
 NEWEST = PUBLISHED + "test_the_pointer_names_the_published_version"
 HERE: dict[str, dict[str, tuple[str, str]]] = {
     "Trainer": {
@@ -156,7 +156,6 @@ FILES = {"Trainer": "trainer/trainer.py", "Explorer": "explorer/explorer.py", "S
 
 
 def page() -> str:
-    """docs/trinity-methods.md."""
     lines = [
         "# Methods of Trinity-RFT",
         "",

@@ -18,7 +18,6 @@ def grpo(**sections: Any) -> dict[str, Any]:
 
 
 def sft(**sections: Any) -> dict[str, Any]:
-    """The smallest configuration that trains on a dataset."""
     return {
         "mode": "train",
         "model": {"model_path": "tiny", "max_model_len": 64},
@@ -55,7 +54,6 @@ def reachable(path: str) -> bool:
 
 
 def problems(source: Any, *overrides: str) -> list[str]:
-    """The lines of the ConfigError that loading must raise."""
     with pytest.raises(ConfigError) as caught:
         load_config(source, overrides)
     return caught.value.problems

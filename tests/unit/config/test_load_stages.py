@@ -48,7 +48,6 @@ def without_stages(tree):
 
 
 def leaves(tree, path=()):
-    """Path -> value of every leaf."""
     if not isinstance(tree, dict) or not tree:
         return {path: tree}
     return {where: value for key, item in tree.items() for where, value in leaves(item, (*path, key)).items()}

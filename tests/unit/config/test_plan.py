@@ -12,7 +12,6 @@ from rftdask.config.plan import count_rows
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> str:
-    """21 tasks."""
     file = tmp_path / "tasks.jsonl"
     file.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(21)) + "\n")
     return str(file)

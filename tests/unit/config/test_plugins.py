@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,17 +25,6 @@ from rftdask.monitor.trackers import NoTracker, make_tracker
 class ClipLoss:
     clip_range: float = 0.2
     level: str = "token"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    before = set(sys.modules)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(plugins, "_plugin_modules", [])
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def test_a_concurrent_import_by_another_thread_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +166,6 @@ def test_a_type_is_read_as_it_is_written(annotation: str, fits: object, does_not
 
 def test_a_type_that_is_not_known_takes_anything() -> None:
     assert accepts("Tensor", 3) and accepts("", 3)
-
-
-# ---- what a configuration names
 
 
 OWN_TRACKER = """

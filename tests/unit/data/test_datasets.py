@@ -151,8 +151,6 @@ def test_arguments_for_a_generator_are_refused_for_a_file(tmp_path: Path) -> Non
 
 @pytest.mark.extras
 class TestReasoningGym:
-    """Generated tasks."""
-
     def test_the_same_arguments_give_the_same_rows(self) -> None:
         first, second, other = (
             open_dataset("reasoning-gym:chain_sum", dataset_args={"size": 3, "seed": seed}) for seed in (1, 1, 2)

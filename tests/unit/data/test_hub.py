@@ -41,7 +41,6 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty local cache of models."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # set for all tests
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)

@@ -185,9 +185,7 @@ def test_a_dataset_without_its_report_is_made_again(here: Path) -> None:
         (["dies_mapper"], ProcessLostError, r"ended with code 7; its last lines:\n(.*\n)*  \| out of memory"),
     ],
 )
-def test_errors_are_typed_and_leave_no_dataset(
-    here: Path, operators: list[str], error: type[RftError], message: str
-) -> None:
+def test_typed_errors_leave_no_dataset(here: Path, operators: list[str], error: type[RftError], message: str) -> None:
     stage = config(here, [{"name": name} for name in operators])
     with pytest.raises(error, match=message):
         make([stage])
@@ -275,9 +273,6 @@ def test_a_column_that_no_row_has_is_named(here: Path) -> None:
         make([config(here, [SHORT], target_fields=["question", "query"])])
 
 
-# ---- the configuration
-
-
 def test_the_taskset_reads_the_made_dataset_even_in_a_moved_run(here: Path) -> None:
     stage = config(here, [SHORT])
     taskset, pipeline = stage.buffer.explorer_input.taskset, stage.data_processor.task_pipeline
@@ -353,9 +348,6 @@ def test_explore_and_train_commands_share_a_made_dataset(here: Path) -> None:
     assert not make([trains])
 
 
-# ---- the environment
-
-
 def wheel(folder: Path, content: str) -> str:
     """A package of one module, for an installation without a network."""
     folder.mkdir()
@@ -371,9 +363,7 @@ def wheel(folder: Path, content: str) -> str:
 
 
 @pytest.mark.slow
-def test_an_interrupted_setup_continues_and_a_complete_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_setup_continues_a_complete_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLACE, str(tmp_path / "environment"))
     monkeypatch.setattr(environments, "REQUIREMENTS", (wheel(tmp_path / "broken", "import nowhere"),))
     with pytest.raises(UserError, match=r"import data_juicer.core: exit code 1, see above; run setup again"):
@@ -395,9 +385,6 @@ def test_the_runner_imports_nothing_of_rftdask() -> None:
     found = imported_names("runner", False, ast.parse(Path(runner.__file__).read_text()))
     names = {source.partition(".")[0] for source, _ in found}
     assert names - {*sys.stdlib_module_names} == set()
-
-
-# ---- the real one
 
 
 @pytest.mark.extras

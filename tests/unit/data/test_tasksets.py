@@ -205,7 +205,6 @@ def test_environment_variables_are_filled_into_arguments(monkeypatch: pytest.Mon
 
 
 def loaded(section: dict[str, Any], **source: Any) -> Taskset:
-    """The tasks of a taskset of a configuration."""
     tree = {"model": {"model_path": "none", "max_model_len": 64}, "buffer": {"explorer_input": source}}
     source["taskset"] = section
     [taskset] = load_config(tree).buffer.explorer_input.train_tasksets

@@ -105,7 +105,6 @@ KINDS = {"fast": fast, "slow": slow, "of words": of_words}
 
 
 def encode_chat(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> tuple[str, list[int]]:
-    """The rendered chat as it reads, and its ids."""
     shown, hidden = hide_special(tokenizer, messages)
     text = tokenizer.apply_chat_template(shown, tokenize=False, **options)
     return show_hidden(text, hidden), encode_hidden(tokenizer, text, hidden)
@@ -249,7 +248,6 @@ CHAT_TEMPLATE = """{{ messages[0].content }}
 
 
 def config_of(folder: Path, *overrides: str, **model: str) -> Config:
-    """A configuration with a toy model in `folder`."""
     build_toy_model(folder, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1)
     tree = {
         "model": {"model_path": str(folder), "max_model_len": 64, **model},

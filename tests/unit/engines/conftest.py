@@ -16,6 +16,5 @@ def model_folder(tied: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def other_model_folder(tied: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model folder with other weights."""
+def other_folder(tied: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_qwen2(tmp_path_factory.mktemp("other-qwen2"), seed=1, tied=tied)

@@ -77,9 +77,6 @@ def test_without_a_fingerprint_or_a_model_nothing_is_compared(tmp_path: Path) ->
     assert fake.policy_version == 1
 
 
-# ---- real engines
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy") / "model"
@@ -119,9 +116,7 @@ def write(engine: TorchEngine, folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=2)], ids=["all weights", "adapters"])
-def test_the_engine_reproduces_the_fingerprint_of_the_trainer(
-    model: Path, tmp_path: Path, lora: LoraConfig | None
-) -> None:
+def test_the_engine_reproduces_the_trainers_fingerprint(model: Path, tmp_path: Path, lora: LoraConfig | None) -> None:
     policy = moved(trainer(model, lora))
     fingerprint = policy.fingerprint()
     engine = TransformersEngine(str(model))
@@ -146,9 +141,7 @@ class Parent:
         self.answers.append(FROM_SERVER.decode(answer))
 
 
-def test_an_engine_process_refuses_another_fingerprint(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_refuses_another_fingerprint(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFTDASK_THREADS", "1")
     policy = trainer(model)
     right = policy.fingerprint()

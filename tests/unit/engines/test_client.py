@@ -51,9 +51,6 @@ def request(seed: int = 0, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3
     return GenerateRequest(prompt, SamplingParams(max_tokens), seed)
 
 
-# ---- server side, without a process
-
-
 class Parent:
     """Pipe of an engine process: messages in, replies out."""
 
@@ -115,8 +112,6 @@ def test_weights_in_flight_do_not_wait_for_earlier_requests(tmp_path: Path) -> N
 
 
 class FailingEngine(FakeEngine):
-    """Answers one request, then fails."""
-
     def serve(self, take: Take, give: Give) -> None:
         [(number, asked)] = take()
         assert asked is not None
@@ -135,8 +130,6 @@ def test_requests_finished_before_a_failure_are_answered() -> None:
 
 
 class CountedEngine(FakeEngine):
-    """Records its requests and weights."""
-
     asked: ClassVar[list[tuple[int, GenerateRequest]]] = []
 
     def serve(self, take: Take, give: Give) -> None:
@@ -210,9 +203,6 @@ def test_an_engine_leaves_the_device_for_a_waiting_rank(tmp_path: Path, monkeypa
         serve(spec.to_plain(), parent)  # type: ignore[arg-type]
     assert SharingEngine.seen == ["left", "rank", "returned"]
     assert [type(answer) for answer in parent.answers] == [Ready, DeviceAcquired, Generated, DeviceAcquired, Generated]
-
-
-# ---- both sides
 
 
 @pytest.fixture

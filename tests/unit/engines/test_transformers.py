@@ -50,13 +50,11 @@ def engine(model_folder: Path) -> Engine:
 
 class TestTransformersEngine(EngineContract, ContinuousContract, InFlightContract):
     @pytest.fixture
-    def weights_file(self, other_model_folder: Path) -> Path:
-        return other_model_folder / "model.safetensors"
+    def weights_file(self, other_folder: Path) -> Path:
+        return other_folder / "model.safetensors"
 
 
-def test_new_weights_apply_from_the_next_computed_token(
-    engine: Engine, model_folder: Path, other_model_folder: Path
-) -> None:
+def test_new_weights_apply_from_the_next_token(engine: Engine, model_folder: Path, other_folder: Path) -> None:
     long, short = requests_for([(5,), (7, 8, 9)], max_tokens=12, ignore_eos=True)
     waiting: list[Look] = [[(0, long), (1, replace(short, sampling=replace(short.sampling, max_tokens=20)))], []]
     looks, answers = 0, dict[int, Generation]()
@@ -65,7 +63,7 @@ def test_new_weights_apply_from_the_next_computed_token(
         nonlocal looks
         looks += 1
         if looks == 5:
-            engine.load_weights(7, [other_model_folder / "model.safetensors"])
+            engine.load_weights(7, [other_folder / "model.safetensors"])
         if looks == 15:  # the first one has ended, and its row may still be in the batch
             engine.load_weights(8, [model_folder / "model.safetensors"])
         return waiting.pop(0) if waiting else []
@@ -111,9 +109,7 @@ class TestBatching:
         assert_same(engine.generate([neighbor, request])[1:], engine.generate([request]))
 
     @pytest.mark.parametrize("max_batch_tokens", [30, 60, 100, 200])
-    def test_entering_requests_get_the_same_tokens_as_unbatched(
-        self, model_folder: Path, engine: Engine, max_batch_tokens: int
-    ) -> None:
+    def test_entering_requests_change_no_token(self, model_folder: Path, engine: Engine, max_batch_tokens: int) -> None:
         small = TransformersEngine(str(model_folder), max_batch_tokens=max_batch_tokens)
         answers = small.generate(MIXED_REQUESTS * 2)
         assert_same(answers, engine.generate(MIXED_REQUESTS) * 2)
@@ -135,9 +131,7 @@ class TestBatching:
 
     @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("max_batch_tokens", [100, 65536])
-    def test_any_order_of_arrivals_gives_the_same_tokens(
-        self, model_folder: Path, seed: int, max_batch_tokens: int
-    ) -> None:
+    def test_any_order_of_arrival_gives_same_tokens(self, model_folder: Path, seed: int, max_batch_tokens: int) -> None:
         engine = TransformersEngine(str(model_folder), max_batch_tokens=max_batch_tokens)
         drawn = random.Random(shifted_seed(seed))
         looks: list[Look] = [[] for _ in range(30)]
@@ -230,9 +224,7 @@ class TestExperts:
 
 class TestLogprobs:
     @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-    def test_experts_equal_those_of_a_full_forward(
-        self, engine: Engine, model_folder: Path, temperature: float
-    ) -> None:
+    def test_experts_equal_those_of_one_forward(self, engine: Engine, model_folder: Path, temperature: float) -> None:
         model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
         requests = requests_for(PROMPTS, temperature=temperature, top_p=0.9)
         for request, generation in zip(requests, engine.generate(requests), strict=True):
@@ -317,9 +309,7 @@ class TestRefusals:
             (GenerateRequest((3,), SamplingParams(max_tokens=1, temperature=float("nan")), 0), "temperature is nan"),
         ],
     )
-    def test_a_request_that_cannot_be_answered_is_named(
-        self, engine: Engine, request_: GenerateRequest, problem: str
-    ) -> None:
+    def test_an_unanswerable_request_is_named(self, engine: Engine, request_: GenerateRequest, problem: str) -> None:
         with pytest.raises(RoleError, match=f"request 1: .*{problem}"):
             engine.generate([GenerateRequest((3,), SamplingParams(max_tokens=1), 0), request_])
 
@@ -353,30 +343,28 @@ def narrow_versions(model_folder: Path, folder: Path) -> list[Path]:
 
 
 class TestLoadWeights:
-    def test_new_weights_equal_an_engine_created_from_them(self, engine: Engine, other_model_folder: Path) -> None:
+    def test_new_weights_equal_an_engine_created_from_them(self, engine: Engine, other_folder: Path) -> None:
         before = engine.generate(MIXED_REQUESTS)
-        engine.load_weights(4, [other_model_folder / "model.safetensors"])
-        other = TransformersEngine(str(other_model_folder))
+        engine.load_weights(4, [other_folder / "model.safetensors"])
+        other = TransformersEngine(str(other_folder))
         other.policy_version = 4
         after = engine.generate(MIXED_REQUESTS)
         assert after == other.generate(MIXED_REQUESTS)
         assert [one.tokens for one in after] != [one.tokens for one in before]
 
-    def test_files_are_loaded_as_their_union(self, engine: Engine, other_model_folder: Path, tmp_path: Path) -> None:
-        tensors = load_file(other_model_folder / "model.safetensors")
+    def test_files_are_loaded_as_their_union(self, engine: Engine, other_folder: Path, tmp_path: Path) -> None:
+        tensors = load_file(other_folder / "model.safetensors")
         names = sorted(tensors)
         save_file({name: tensors[name] for name in names[::2]}, tmp_path / "a.safetensors")
         save_file({name: tensors[name] for name in names[1::2]}, tmp_path / "b.safetensors")
         engine.load_weights(4, [tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
-        other = TransformersEngine(str(other_model_folder))
+        other = TransformersEngine(str(other_folder))
         assert [one.tokens for one in engine.generate(MIXED_REQUESTS)] == [
             one.tokens for one in other.generate(MIXED_REQUESTS)
         ]
 
-    def test_deltas_equal_the_complete_version_bit_by_bit(
-        self, model_folder: Path, other_model_folder: Path, tmp_path: Path
-    ) -> None:
-        versions = narrow_versions(other_model_folder, tmp_path)
+    def test_deltas_equal_the_complete_version(self, model_folder: Path, other_folder: Path, tmp_path: Path) -> None:
+        versions = narrow_versions(other_folder, tmp_path)
         engine, other = (TransformersEngine(str(model_folder), dtype="bfloat16") for _ in range(2))
         assert not engine.try_load_changes(4, [versions[1].with_suffix(".delta")], None), (
             "it has not loaded a complete version yet"
@@ -390,10 +378,8 @@ class TestLoadWeights:
                 assert torch.equal(tensor.view(torch.int16), other._model.state_dict()[name].view(torch.int16)), name
         assert engine.generate(MIXED_REQUESTS) == other.generate(MIXED_REQUESTS)
 
-    def test_a_delta_of_other_weights_changes_nothing(
-        self, model_folder: Path, other_model_folder: Path, tmp_path: Path
-    ) -> None:
-        versions = narrow_versions(other_model_folder, tmp_path)
+    def test_a_foreign_delta_changes_nothing(self, model_folder: Path, other_folder: Path, tmp_path: Path) -> None:
+        versions = narrow_versions(other_folder, tmp_path)
         engine = TransformersEngine(str(model_folder), dtype="bfloat16")
         engine.load_weights(3, versions[:1])
         before = {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
@@ -405,9 +391,9 @@ class TestLoadWeights:
             assert torch.equal(tensor, before[name]), name
 
     def test_another_dtype_or_fingerprint_needs_the_complete_version(
-        self, model_folder: Path, other_model_folder: Path, tmp_path: Path
+        self, model_folder: Path, other_folder: Path, tmp_path: Path
     ) -> None:
-        versions = narrow_versions(other_model_folder, tmp_path)
+        versions = narrow_versions(other_folder, tmp_path)
         wide = TransformersEngine(str(model_folder))
         wide.load_weights(3, versions[:1])
         assert not wide.try_load_changes(4, [versions[1].with_suffix(".delta")], None)
@@ -416,19 +402,15 @@ class TestLoadWeights:
         wrong = Fingerprint(((1, 2, 3),), ((-99.0, -99.0),), "bfloat16")
         assert not engine.try_load_changes(4, [versions[1].with_suffix(".delta")], wrong)
 
-    def test_weights_are_cast_to_the_dtype_of_the_engine(
-        self, engine: Engine, model_folder: Path, tmp_path: Path
-    ) -> None:
+    def test_weights_are_cast_to_the_engines_dtype(self, engine: Engine, model_folder: Path, tmp_path: Path) -> None:
         tensors = load_file(model_folder / "model.safetensors")
         save_file({name: tensor.double() for name, tensor in tensors.items()}, tmp_path / "double.safetensors")
         before = engine.generate(MIXED_REQUESTS)
         engine.load_weights(0, [tmp_path / "double.safetensors"])
         assert engine.generate(MIXED_REQUESTS) == before
 
-    def test_only_a_tied_name_may_be_omitted(
-        self, engine: Engine, tied: bool, other_model_folder: Path, tmp_path: Path
-    ) -> None:
-        tensors = load_file(other_model_folder / "model.safetensors")
+    def test_only_tied_names_are_optional(self, engine: Engine, tied: bool, other_folder: Path, tmp_path: Path) -> None:
+        tensors = load_file(other_folder / "model.safetensors")
         tensors.pop("lm_head.weight", None)
         save_file(tensors, tmp_path / "model.safetensors")
         if tied:
@@ -437,16 +419,14 @@ class TestLoadWeights:
             with pytest.raises(RoleError, match=r"lm_head\.weight is in no file"):
                 engine.load_weights(4, [tmp_path / "model.safetensors"])
 
-    def test_either_tied_name_fills_both(
-        self, engine: Engine, tied: bool, other_model_folder: Path, tmp_path: Path
-    ) -> None:
+    def test_any_tied_name_fills_both(self, engine: Engine, tied: bool, other_folder: Path, tmp_path: Path) -> None:
         if not tied:
             pytest.skip("the model has no tied tensors")
-        tensors = load_file(other_model_folder / "model.safetensors")
+        tensors = load_file(other_folder / "model.safetensors")
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
         save_file(tensors, tmp_path / "model.safetensors")
         engine.load_weights(4, [tmp_path / "model.safetensors"])
-        other = TransformersEngine(str(other_model_folder))
+        other = TransformersEngine(str(other_folder))
         other.policy_version = 4
         assert engine.generate(MIXED_REQUESTS) == other.generate(MIXED_REQUESTS)
 
@@ -459,34 +439,27 @@ class TestLoadWeights:
         ],
     )
     def test_a_mismatched_tensor_is_refused_and_changes_nothing(
-        self,
-        engine: Engine,
-        other_model_folder: Path,
-        tmp_path: Path,
-        change: dict[str, torch.Tensor | None],
-        problem: str,
+        self, engine: Engine, other_folder: Path, tmp_path: Path, change: dict[str, torch.Tensor | None], problem: str
     ) -> None:
-        tensors = {**load_file(other_model_folder / "model.safetensors"), **change}
+        tensors = {**load_file(other_folder / "model.safetensors"), **change}
         save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "m.safetensors")
         before = engine.generate(MIXED_REQUESTS)
         with pytest.raises(RoleError, match=problem):
             engine.load_weights(4, [tmp_path / "m.safetensors"])
         assert engine.generate(MIXED_REQUESTS) == before
 
-    def test_a_tensor_in_two_files_is_refused(self, engine: Engine, other_model_folder: Path) -> None:
-        file = other_model_folder / "model.safetensors"
+    def test_a_tensor_in_two_files_is_refused(self, engine: Engine, other_folder: Path) -> None:
+        file = other_folder / "model.safetensors"
         with pytest.raises(RoleError, match="and in a file before it"):
             engine.load_weights(4, [file, file])
 
-    def test_a_torn_file_is_refused_by_version(self, engine: Engine, other_model_folder: Path, tmp_path: Path) -> None:
-        (tmp_path / "torn.safetensors").write_bytes((other_model_folder / "model.safetensors").read_bytes()[:-8])
+    def test_a_torn_file_is_refused_by_version(self, engine: Engine, other_folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "torn.safetensors").write_bytes((other_folder / "model.safetensors").read_bytes()[:-8])
         with pytest.raises(RoleError, match="cannot read the files of version 4"):
             engine.load_weights(4, [tmp_path / "torn.safetensors"])
 
-    def test_logits_that_are_not_numbers_are_an_error_not_a_token(
-        self, engine: Engine, other_model_folder: Path, tmp_path: Path
-    ) -> None:
-        tensors = load_file(other_model_folder / "model.safetensors")
+    def test_logits_that_are_not_numbers_are_an_error(self, engine: Engine, other_folder: Path, tmp_path: Path) -> None:
+        tensors = load_file(other_folder / "model.safetensors")
         tensors["model.norm.weight"].fill_(torch.nan)
         save_file(tensors, tmp_path / "model.safetensors")
         engine.load_weights(4, [tmp_path / "model.safetensors"])

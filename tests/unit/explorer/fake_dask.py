@@ -69,7 +69,6 @@ class FakeClient:
         self.topics: dict[str, Callable[[tuple[float, Any]], None]] = {}
 
     def end_first(self) -> None:
-        """Complete the oldest running unit successfully."""
         future = self.pending.pop(0)
         future.end(RolloutResult(future.unit.key, ("shard",), 0, WORKER))
 

@@ -46,9 +46,7 @@ def test_the_target_shrinks_only_after_idle_time(limits: tuple[int, int], steps:
 
 
 @given(LIMITS, STEPS, st.integers(0, 100))
-def test_the_target_converges_with_constant_work(
-    limits: tuple[int, int], steps: list[tuple[float, int, int]], backlog: int
-) -> None:
+def test_the_target_converges(limits: tuple[int, int], steps: list[tuple[float, int, int]], backlog: int) -> None:
     rule = ([ScaleRule(*limits), *follow(ScaleRule(*limits), steps)])[-1]
     targets, at_s = [], rule.since_s + 10_000.0
     for _ in range(8):

@@ -16,8 +16,6 @@ from rftdask.storage.memory import MemoryStorage
 
 
 class FakeTask:
-    """A Dask task that the test ends."""
-
     def __init__(self, key: str) -> None:
         self.key, self.status, self.error = key, "pending", cast(Any, None)
 

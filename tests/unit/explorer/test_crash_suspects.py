@@ -88,9 +88,6 @@ def test_a_unit_of_one_task_has_as_many_chances() -> None:
     assert suspect.to_set_aside == (0,) and suspect.is_over
 
 
-# ---- what the explorer remembers
-
-
 def lose(tracker: CrashTracker, unit: RolloutTask, was_running: bool = True) -> CrashSuspect:
     return tracker.lost(unit, was_running, cause="gone")
 

@@ -169,9 +169,6 @@ def test_ranges_are_recorded_with_detailed_stats(overrides: tuple[str, ...], ran
     assert {name.partition("/")[2] for name in metrics if name.startswith("reward/") and "@" not in name} == ranges
 
 
-# ---- metrics of an evaluation from its shards
-
-
 def answer(index: int, reward: float | None) -> Experience:
     status = Status.FAILED if reward is None else Status.OK
     metrics = {} if reward is None else {"accuracy": reward}
@@ -215,9 +212,6 @@ def test_only_reported_metrics_and_failures_count(missing: dict[str, float]) -> 
     assert (metrics["reward"], metrics["num_rollouts"]) == (0.75, 4.0)
     assert (metrics["accuracy"], metrics["accuracy/count"]) == (pytest.approx(2 / 3), 3.0)
     assert metrics["accuracy/mean@1"] == pytest.approx(2 / 3)
-
-
-# ---- statistics over the rollouts of a task
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.integers(1, 4))

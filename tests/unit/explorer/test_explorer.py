@@ -37,12 +37,10 @@ from tests.unit.synchronizer.sync_cases import publish_weights
 
 
 def fails(error: Exception) -> Outcome:
-    """Outcome: the unit raised this error."""
     return lambda client, key, unit: error
 
 
 def committed(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
-    """The unit ended well, and its experiences are in the log."""
     rows = [
         Experience("taskset_0", task.epoch, task.index, rollout, unit.explore_step, reward=1.0)
         for task in unit.tasks
@@ -130,7 +128,6 @@ ENDED = "engine-vllm (pid {}) ended with code {}; its last lines:"
 
 
 def finished(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
-    """The unit ended well, with rollouts."""
     return RolloutResult(unit.key, ("shard",), 0, WORKER, num_rollouts=4)
 
 
@@ -173,9 +170,6 @@ def test_engines_of_leaving_workers_do_not_count() -> None:
     client = FakeClient(*[fails_leaving] * (MAX_ATTEMPTS - 1))
     explore(client, "leaving-engines")
     assert len(client.submitted) == MAX_ATTEMPTS
-
-
-# ---- the window of units under way
 
 
 def test_units_are_submitted_once_in_order_within_the_window() -> None:
@@ -222,9 +216,6 @@ def test_a_unit_whose_rollouts_all_have_slots_admits_the_next() -> None:
     run_stage(client, config, cancelled)
     assert [unit.explore_step for unit in client.submitted] == list(range(1, 10))
     assert max(sizes) == 7, "a window of two, and five that were admitted"
-
-
-# ---- workers that join
 
 
 class Joining(FakeClient):
@@ -347,9 +338,6 @@ def test_weights_with_a_trainer_in_another_process(style: str, required: WeightR
     assert [unit.weights for unit in client.submitted if not unit.is_eval] == [required]
 
 
-# ---- the log decides which units are done
-
-
 def test_a_restarted_explorer_runs_only_missing_units() -> None:
     config = stage("restart", "buffer.batch_size=4", "buffer.total_steps=3")
     first = FakeClient(then=committed)
@@ -373,9 +361,6 @@ def test_opening_removes_the_seal_of_a_log_that_will_grow() -> None:
     assert log.sealed_at() == 1
     make_explorer(FakeClient(), stage("seal", "buffer.total_steps=2"), print).open()
     assert log.sealed_at() is None
-
-
-# ---- lost workers
 
 
 def answer_slowly(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> None:

@@ -27,7 +27,6 @@ def config(folder: Path, selectors: list[dict[str, Any]], easy: list[Any] | None
 
 
 def epoch(config: Config, number: int) -> dict[int, list[int]]:
-    """Rows of each taskset in an epoch, in order."""
     tasksets = config.buffer.explorer_input.train_tasksets
     sizes = {taskset.name: len(EASY) for taskset in tasksets}
     tasks = fixed_order(tasksets, sizes, batch_size=sum(sizes.values()))(number + 1)

@@ -1,13 +1,13 @@
 """Claims by which explorers of different names share a run: every unit is rolled out once."""
 
 import threading
-import time
 
 import pytest
 
 from rftdask.explorer.unit_claims import EVALUATIONS, Claims
 from rftdask.run.lease import Lease
 from rftdask.storage import Storage, open_storage
+from tests.living import wait_until
 from tests.unit.explorer.fake_dask import FakeClient
 from tests.unit.explorer.test_explorer import committed, make_explorer, stage
 
@@ -114,9 +114,6 @@ def test_a_sole_explorer_writes_claims_once_it_sees_another(storage: Storage) ->
     assert "00000003-0000-1.json" in storage.list("control/claims")
 
 
-# ---- the loop
-
-
 def explorer_of(client: FakeClient, name: str, explorer_name: str, cancelled=lambda: False):  # type: ignore[no-untyped-def]
     config = stage(name, "buffer.total_steps=12", "buffer.batch_size=4", f"explorer.name={explorer_name}")
     storage = open_storage(f"memory://explorer-loop/{name}")
@@ -148,9 +145,7 @@ def test_an_explorer_waits_for_and_takes_over_units_of_others() -> None:
     explorer.open()
     thread = threading.Thread(target=explorer.run)
     thread.start()
-    until = time.monotonic() + 60
-    while len(client.submitted) < 23 and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: len(client.submitted) >= 23)
     other.release()
     thread.join(60)
     assert not thread.is_alive()

@@ -1,6 +1,5 @@
 """An event arrives as an equal object, over the pipe of a child (msgpack) and over a Dask topic."""
 
-import time
 from typing import Any, get_args
 
 import msgpack
@@ -9,6 +8,7 @@ from distributed import Client
 
 from rftdask.monitor import events
 from rftdask.monitor.events import Alive
+from tests.living import wait_until
 
 EVENTS: list[events.Event] = [
     events.Started(0),
@@ -36,10 +36,8 @@ def test_an_event_arrives_over_a_topic_of_dask() -> None:
         client.run(
             lambda dask_worker: [dask_worker.log_event("events", events.CODEC.encode(event)) for event in EVENTS]
         )
-        deadline = time.monotonic() + 30.0
-        while len(received := client.get_events("events")) < len(EVENTS) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert [events.CODEC.decode(message) for _, message in received] == EVENTS
+        wait_until(lambda: len(client.get_events("events")) >= len(EVENTS))
+        assert [events.CODEC.decode(message) for _, message in client.get_events("events")] == EVENTS
 
 
 @pytest.mark.parametrize("message", [[], ["Alive", {"mood": "good"}], ["Step", {}], ["Gone", {}], {"event": "Alive"}])

@@ -55,14 +55,12 @@ def answer_then_end(spec: Mapping[str, Any], channel: Channel) -> None:
 
 
 def busy(spec: Mapping[str, Any], channel: Channel) -> None:
-    """Never looks at its channel again."""
     channel.send(os.getpid())
     while True:
         time.sleep(60)
 
 
 def look(spec: dict[str, Any], channel: Channel) -> None:
-    """Send the state of this process."""
     channel.send(
         {
             "modules": list(sys.modules),
@@ -77,7 +75,6 @@ def look(spec: dict[str, Any], channel: Channel) -> None:
 
 
 def draw(spec: dict[str, Any], channel: Channel) -> None:
-    """Send a number of Python's global generator and one of NumPy's."""
     import numpy as np
 
     channel.send([random.random(), float(np.random.rand())])

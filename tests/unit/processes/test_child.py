@@ -94,9 +94,7 @@ def test_prints_of_a_child_go_to_its_log(start: Starter, tmp_path: Path) -> None
         ),
     ],
 )
-def test_an_error_of_the_child_is_raised_by_its_parent(
-    start: Starter, tmp_path: Path, kind: str, error: type, text: str
-) -> None:
+def test_a_childs_error_is_raised_by_parents(start: Starter, tmp_path: Path, kind: str, error: type, text: str) -> None:
     child = start("fail", kind=kind)
     with pytest.raises(error, match=text) as caught:
         child.receive(LONG_S)

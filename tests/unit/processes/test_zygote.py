@@ -230,9 +230,7 @@ def test_a_fork_without_named_modules_waits_for_all(monkeypatch: pytest.MonkeyPa
         assert last.result(LONG_S) == ["a", "b"]
 
 
-def test_a_fork_has_the_current_folder_and_module_path(
-    address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_fork_has_our_folder_and_module_path(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A notebook may change both between two runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))

@@ -73,8 +73,6 @@ def replies(
 
 
 def engine_of(make: Callable[[GenerateRequest], Generation]) -> GenerateBatch:
-    """Engine whose answers are made by a function."""
-
     async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
         return [make(request) for request in requests]
 

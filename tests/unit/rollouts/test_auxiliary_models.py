@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from rftdask.rollouts import auxiliary_models
 from rftdask.rollouts.auxiliary_models import AUXILIARY_RESOURCE, ModelServer, SharedEngine
 from rftdask.storage.memory import MemoryStorage
 from rftdask.synchronizer.published import Published
+from tests.living import wait_until
 
 KEY = ("memory://run", "fingerprint", "judge")
 PATIENCE_S = 3.0
@@ -103,13 +104,6 @@ def judges(cluster: LocalCluster) -> Iterator[Judges]:
     yield judges
     for asked in judges.asked:
         asked.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_requests_are_balanced_and_responses_keep_their_order(judges: Judges) -> None:

@@ -106,9 +106,7 @@ def test_every_script_names_the_copies(tmp_path: Path) -> None:
     assert text.index(line) < next(number for number, said in enumerate(text) if "-m rftdask run" in said)
 
 
-def test_git_states_have_the_commit_and_dirtiness(
-    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_git_states_have_commit_and_dirtiness(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     files = list(find_sources(world.config, ()).values())
     assert git_states(files) == {}, "no repository"

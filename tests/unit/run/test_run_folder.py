@@ -252,9 +252,7 @@ def test_a_run_folder_has_no_values_of_the_environment(storage: Storage, monkeyp
 
 
 @pytest.mark.parametrize(("on_gpus", "given", "kept"), [(False, None, True), (True, None, False), (True, True, True)])
-def test_the_first_start_decides_whether_bits_repeat(
-    storage: Storage, on_gpus: bool, given: bool | None, kept: bool
-) -> None:
+def test_a_first_start_decides_if_bits_repeat(storage: Storage, on_gpus: bool, given: bool | None, kept: bool) -> None:
     settings = [] if given is None else [f"deterministic={str(given).lower()}"]
     assert run_folder.open_run(storage, config(*settings), on_gpus=on_gpus).deterministic is kept
     assert run_folder.read_run_config(storage).deterministic is kept

@@ -119,9 +119,7 @@ def test_large_aligned_files_bypass_the_page_cache(store: LocalStorage, first: i
 
 
 @pytest.mark.parametrize("write", [LocalStorage.put, LocalStorage.put_new])
-def test_a_file_in_the_way_is_reported(
-    store: LocalStorage, write: Callable[[LocalStorage, str, bytes], object]
-) -> None:
+def test_a_file_in_the_way_is_named(store: LocalStorage, write: Callable[[LocalStorage, str, bytes], object]) -> None:
     store.put("file", b"x")
     with pytest.raises(StorageError, match=r"file/below/name failed: .*something above it is a file"):
         write(store, "file/below/name", b"x")

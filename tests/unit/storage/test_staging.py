@@ -34,7 +34,6 @@ def model(tmp_path: Path) -> Path:
 
 
 def use_in_another(path: Path, then: str = "input()") -> subprocess.Popen[str]:
-    """A process of this node that has staged `path`, and prints the path of its copy."""
     code = f"import os, signal\nfrom rftdask.storage.staging import staged\nprint(staged({str(path)!r}), flush=True)\n"
     code += then
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -43,7 +43,6 @@ def publish(storage: Storage, version: int = 1) -> Published:
 
 
 def left(temporary: Path) -> list[str]:
-    """Files below TMPDIR."""
     return sorted(path.name for path in temporary.rglob("*") if path.is_file())
 
 

@@ -105,9 +105,6 @@ def assert_serves(engine: EngineClient, published: Published) -> None:
     assert [file.read_bytes() for file in engine._copy.files] == list(weights(published.version).values())
 
 
-# ---- a delta that cannot be used
-
-
 def remove_base(storage: Storage) -> None:
     storage.remove("weights/1")
 
@@ -185,9 +182,6 @@ def test_a_dead_engine_does_not_wait_for_files(storage: Storage, lineage: str) -
         engine.load(storage, published)
     assert asked == [2]
     engine.close()
-
-
-# ---- a version whose holder cannot be reached
 
 
 def hold_two(storage: Storage, lineage: str) -> tuple[Publisher, Published]:

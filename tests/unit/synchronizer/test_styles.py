@@ -132,9 +132,7 @@ def any_rules(draw: Any, min_groups: int = 1) -> tuple[SyncRules, int]:
 
 
 @given(any_rules(), st.integers(1, 300), st.none() | st.integers(0, 3))
-def test_no_style_requires_an_untrainable_version(
-    drawn: tuple[SyncRules, int], step: int, max_staleness: int | None
-) -> None:
+def test_no_style_needs_an_unusable_version(drawn: tuple[SyncRules, int], step: int, max_staleness: int | None) -> None:
     rules = dataclasses.replace(drawn[0], max_staleness=max_staleness)
     wanted = rules.weights_for(step).version
     assert wanted <= rules.num_steps_from(step - 1)
@@ -185,9 +183,7 @@ def test_failed_or_late_groups_do_not_stop_a_run(
 
 @settings(max_examples=60)
 @given(any_rules(), seeds, windows, empty_shares)
-def test_partial_batches_stop_no_style(
-    drawn: tuple[SyncRules, int], seed: int, window: int, empty_share: float
-) -> None:
+def test_partial_batches_stop_nothing(drawn: tuple[SyncRules, int], seed: int, window: int, empty_share: float) -> None:
     rules, repeat_times = drawn
     outcome = simulated(drawn, seed, window=window, empty_share=empty_share, partial_share=0.05)
     groups, size = 30 * rules.experiences_per_step // repeat_times, rules.train_batch_size // repeat_times
@@ -222,9 +218,7 @@ def test_replay_stops_no_style_and_keeps_the_bound(
 
 @settings(max_examples=60)
 @given(any_rules(), seeds, windows, st.integers(1, 40), st.booleans())
-def test_backpressure_stops_no_style(
-    drawn: tuple[SyncRules, int], seed: int, window: int, limit: int, in_bytes: bool
-) -> None:
+def test_limits_stop_no_style(drawn: tuple[SyncRules, int], seed: int, window: int, limit: int, in_bytes: bool) -> None:
     rules, repeat_times = drawn
     size = rules.train_batch_size // repeat_times
     unread_limit = UnreadLimit(None if in_bytes else limit, 100 * limit if in_bytes else None, always=size)

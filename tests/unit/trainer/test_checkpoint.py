@@ -71,9 +71,7 @@ def test_a_damaged_checkpoint_is_none_and_is_written_again(storage: Storage, pat
     [(None, [3, 6, 7]), (2, [3, 5, 7]), (3, [3, 6, 7])],
     ids=["not killed", "before the manifest of 6", "before the pointer to 6"],
 )
-def test_one_interim_checkpoint_stays_next_to_the_newest(
-    storage: Storage, killed_at: int | None, valid: list[int]
-) -> None:
+def test_one_interim_checkpoint_stays_beyond_newest(storage: Storage, killed_at: int | None, valid: list[int]) -> None:
     for step in range(1, 8):
         dies = killed_at is not None and step == 6
         checkpoints = Checkpoints(

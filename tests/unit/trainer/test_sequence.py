@@ -64,9 +64,7 @@ class TestSplitSequences:
         shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=4),
         size=st.sampled_from([2, 4]),
     )
-    def test_split_equals_whole_in_value_and_gradient(
-        self, family: str, shapes: list[tuple[int, int]], size: int
-    ) -> None:
+    def test_split_equals_whole_also_in_gradients(self, family: str, shapes: list[tuple[int, int]], size: int) -> None:
         model = MODELS[family]
         expected = scores_and_gradients(model, shapes, Ranks())
         parts = in_threads(size, lambda ranks: scores_and_gradients(model, shapes, ranks))

@@ -50,14 +50,12 @@ def storage() -> Storage:
 
 
 def undisturbed(**options: Any) -> Storage:
-    """Storage of a run that nothing has killed."""
     store = filled()
     make_trainer(store, **options).run()
     return store
 
 
 def unsealed(steps: int = 1) -> Storage:
-    """Storage with a log that may grow."""
     store = new_storage()
     fill_log(store, steps, is_finished=False)
     return store
@@ -374,9 +372,7 @@ def test_a_run_that_is_done_does_nothing_when_started_again(storage: Storage) ->
 @pytest.mark.parametrize(
     ("publish_due", "versions"), [(lambda step, published: step % 3 == 0, [3, 5]), (None, [])], ids=["due", "no reader"]
 )
-def test_weights_are_published_when_they_are_due_and_at_the_end(
-    storage: Storage, publish_due: Any, versions: list[int]
-) -> None:
+def test_weights_are_published_when_due_and_at_the_end(storage: Storage, publish_due: Any, versions: list[int]) -> None:
     make_trainer(storage, publish_due=publish_due).run()
     assert published_versions(storage) == versions
 

@@ -30,9 +30,6 @@ from tests.unit.trainer.trainer_cases import fill_log, make_trainer, new_storage
 NUM_STEPS = 5
 
 
-# ---- dealing
-
-
 @given(st.lists(st.floats(0.1, 1000.0), min_size=0, max_size=40), st.integers(1, 9))
 def test_units_are_dealt_once_and_evenly(costs: list[float], size: int) -> None:
     parts = deal(np.array(costs), size)
@@ -47,9 +44,6 @@ def test_a_long_row_costs_more_than_short_rows_of_as_many_tokens() -> None:
     assert long == 1000 * (12 * 64 + 1000)
     assert short == 2 * 500 * (12 * 64 + 500)
     assert rows_of_units(np.array([0, 2]), 2).tolist() == [0, 1, 4, 5]
-
-
-# ---- reading and exchanging
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=12), st.integers(1, 6))
@@ -130,9 +124,6 @@ def test_ranks_get_requested_tokens_and_all_metadata(data: st.DataObject, size: 
                 assert values.tolist() == (wanted.tolist() if wish is None or row in wish else [])
 
 
-# ---- the gang
-
-
 def saving(storage: Storage, ranks: Ranks, writers: Ranks, strategy: str = "unrestricted") -> Checkpoints:
     return Checkpoints(storage, "main", ranks=ranks, writers=writers, strategy=strategy)
 
@@ -178,9 +169,6 @@ def test_a_resumed_gang_loads_the_checkpoint_on_every_rank() -> None:
     engines = [FakeTrainEngine(), FakeTrainEngine()]
     run_gang(storage, 2, engines, [[], []])  # nothing is left to train
     assert engines[0].weights() == engines[1].weights() != FakeTrainEngine().weights()
-
-
-# ---- reading ahead
 
 
 class SlowEngine(FakeTrainEngine):
@@ -271,9 +259,6 @@ def test_an_error_of_prefetching_ends_the_run_on_all_ranks() -> None:
         in_threads(2, rank, num_groups=3)
 
 
-# ---- saving
-
-
 def test_turns_follow_the_save_strategy() -> None:
     hosts = ["a", "a", "b", "b"]
     assert turns_of("unrestricted", hosts) == [0, 0, 0, 0]
@@ -347,9 +332,6 @@ def test_training_continues_while_a_checkpoint_is_written() -> None:
     assert events[0] == 2
     saver.flush()
     assert events == [2, 4]
-
-
-# ---- passes
 
 
 class OneOf(Ranks):

@@ -84,8 +84,6 @@ def engine_config(model: Path | str, lora: LoraConfig | None = None, **overrides
 
 
 class Sink:
-    """Metrics in a list."""
-
     def __init__(self) -> None:
         self.rows: list[tuple[int, Mapping[str, float]]] = []
         self.num_flushed = 0

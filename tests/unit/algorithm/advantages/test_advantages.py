@@ -254,9 +254,6 @@ def test_clipb_and_clipv_mask_tokens_of_failed_rollouts() -> None:
     assert (~rows_of(clipv.keep_Q, 2)).nonzero().tolist() == [[1, 3]]
 
 
-# ---- every function
-
-
 NAMES = sorted(ADVANTAGE_FNS)
 
 

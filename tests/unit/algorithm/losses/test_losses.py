@@ -146,7 +146,6 @@ def test_vespo_weight_is_one_at_one_and_falls_on_both_sides() -> None:
 
 
 def golden_metrics(name: str, **args: Any) -> tuple[dict[str, float], LossInputs]:
-    """All metrics of the golden batch, and the batch."""
     generator = torch.Generator().manual_seed(42)
     shape = (5, 20)
     policy, rollout, ref = (2 * torch.rand(shape, generator=generator) - 1 for _ in range(3))
@@ -195,9 +194,6 @@ def test_mix_equals_the_golden_value_times_rows() -> None:
     usual, expert = metrics["usual_loss"] * (5 - num_experts), metrics["expert_loss"] * num_experts
     assert usual + expert == pytest.approx(0.6581965088844299, rel=1e-5)
     assert usual / 0.9 == pytest.approx(0.7236452102661133, rel=1e-5)
-
-
-# ---- every loss
 
 
 def whole(name: str, seed: int, mode: str | None = None) -> tuple[Any, LossInputs]:

@@ -42,9 +42,6 @@ def audit(storage: Storage, max_uses: int | None = None) -> Audit:
     return buffer_cases.audit(storage, max_uses)
 
 
-# ---- the rule
-
-
 def test_linear_decay_is_the_version_less_decay_times_uses() -> None:
     assert Replay(LinearDecay(decay=2.0)).priorities([5, 5, 9], [0, 3, 1], step=1).tolist() == [5.0, -1.0, 7.0]
 
@@ -66,9 +63,6 @@ def test_untrainable_groups_only_replace_fresh_ones() -> None:
     assert selection is not None
     assert (selection.empty, selection.use, selection.reuse) == ((failed,), (good,), (used,))
     assert selection.settled == ((1, 1), (1, 0)), "two fresh groups: a batch settles no more"
-
-
-# ---- batches
 
 
 def test_groups_are_selected_by_priority() -> None:
@@ -156,9 +150,6 @@ def test_a_use_trains_the_rows_that_were_trained_before() -> None:
     assert batches[1] == batches[3] == batches[5] == ("t/0/6/0/0", *uids(7))
     assert audit(storage).dropped == {"failed": 1}
     assert audit(storage).problems == ()
-
-
-# ---- resume
 
 
 @settings(max_examples=40)
@@ -252,9 +243,6 @@ def test_a_resumed_source_reads_only_entries_within_the_bound() -> None:
     uses = UseCounts(REUSE, max_staleness=4)
     assert list(range(uses.first_step(1000), 1000)) == [996, 997, 998, 999]
     assert UseCounts(REUSE, max_staleness=None).first_step(1000) == 1
-
-
-# ---- the audit
 
 
 def test_the_audit_finds_rows_that_were_trained_too_often() -> None:

@@ -61,13 +61,8 @@ def s3_of(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue("s3_url"))
 
 
-# ---- what stays
-
-
 @pytest.mark.parametrize("kind", ["memory", "local", "s3"])
-def test_every_experience_is_listed_once_and_reads_back(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_each_experience_is_listed_once_and_read(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     storage = new_storage() if kind == "memory" else open_storage(tmp_path if kind == "local" else s3_of(request))
     trained_run(storage)
     was, counted = contents(storage), audit(storage)
@@ -125,9 +120,6 @@ def test_a_single_or_unreadable_shard_is_not_compacted() -> None:
 def test_only_parquet_shards_can_be_merged() -> None:
     with pytest.raises(UserError, match="JsonlLog has no small files to merge"):
         JsonlLog(new_storage()).compact([])
-
-
-# ---- killed passes, and concurrent readers
 
 
 def test_a_pass_writes_the_file_then_its_record_then_removes() -> None:
@@ -189,9 +181,6 @@ def test_two_passes_at_once_lose_nothing(number: int) -> None:
     assert_same(contents(storage), was)
 
 
-# ---- damage
-
-
 def test_a_damaged_large_file_raises_and_is_never_read(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     trained_run(storage)
@@ -233,9 +222,6 @@ def test_a_file_that_storage_did_not_keep_takes_no_shard_with_it() -> None:
 def test_a_shard_that_does_not_exist_is_not_found() -> None:
     with pytest.raises(NotFoundError):
         ParquetLog(new_storage()).read(ShardName(1, 0, "ab", 1, 0, 0, 0))
-
-
-# ---- the large files
 
 
 def shard(step: int, rows: list[Experience], storage: Storage) -> tuple[ShardName, pa.Table]:
@@ -308,9 +294,6 @@ def test_a_log_that_read_a_large_file_pickles() -> None:
     assert pickle.loads(pickle.dumps(log)).read(name).equals(table)
 
 
-# ---- when, and what it costs
-
-
 def long_run(storage: Storage) -> None:
     """One unit of one task per explore step, into the second bucket, all trained."""
     log = ParquetLog(storage)
@@ -371,9 +354,6 @@ def test_settled_groups_are_counted_up_to_the_newest_entry() -> None:
     assert settled_before(Ledger(storage), 4) == 1
     trained_run(storage)
     assert settled_before(Ledger(storage), 4) == NUM_STEPS
-
-
-# ---- reading ahead
 
 
 def test_results_come_in_order_and_an_error_at_its_place() -> None:

@@ -263,9 +263,6 @@ class TestLog:
         assert (audit.committed, audit.trained, audit.waiting, audit.problems) == (20, 16, 0, ())
 
 
-# ---- the forms for people
-
-
 BITS = st.integers(0, 2**32 - 1).map(lambda bits: struct.unpack("<f", struct.pack("<I", bits))[0])
 NUMBERS = BITS.filter(lambda value: value == value)  # of NaN only that it is one is kept
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

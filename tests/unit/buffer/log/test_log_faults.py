@@ -105,7 +105,6 @@ WHOLE = Audit(committed=16, trained=16, waiting=0)
 
 @pytest.fixture(scope="module")
 def weights() -> bytes:
-    """Weights of an undisturbed run."""
     storage = new_storage()
     fill(storage)
     return train(storage)
@@ -231,7 +230,6 @@ def test_of_two_trainers_one_stops_and_nothing_is_trained_twice(weights: bytes, 
 
 
 def fill_disk(disk: LocalStorage) -> None:
-    """Use up every free block."""
     with Path(disk.url, "filler").open("wb", buffering=0) as file:
         try:
             while True:

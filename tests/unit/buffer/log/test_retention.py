@@ -40,9 +40,6 @@ def count_calls(storage: Storage) -> tuple[FaultyStorage, Counter[str]]:
     return FaultyStorage(storage, count), calls
 
 
-# ---- the ledger
-
-
 @given(st.integers(1, 60), st.integers(0, 200))
 def test_the_end_of_an_unbroken_run_is_found(first: int, length: int) -> None:
     storage = new_storage()
@@ -63,9 +60,6 @@ def test_finding_the_end_of_a_ledger_reads_few_entries() -> None:
     calls.clear()
     assert Ledger(counted).last_of_run(991) == 1000
     assert calls.total() <= 8
-
-
-# ---- where an explorer goes on
 
 
 def test_an_explorer_lists_only_steps_after_the_note() -> None:
@@ -115,8 +109,6 @@ def test_counting_quarantined_shards_checks_each_original_once() -> None:
     assert log.num_quarantined() == len(names)
     assert dict(calls) == {"list experiences/quarantine": 1}
 
-
-# ---- retention
 
 NONE = RetentionConfig(keep="none")
 

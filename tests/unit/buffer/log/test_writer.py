@@ -1,7 +1,6 @@
 """Promises of a work unit committed in parts: wherever the writer dies, no group is lost and none is used twice."""
 
 import time
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +17,7 @@ from rftdask.buffer.log.writer import UnitWriter
 from rftdask.errors import StorageError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.living import wait_until
 from tests.unit.buffer.buffer_cases import batch_of, experience, find_whole, make_source, new_storage, take
 
 NUM_TASKS = 4
@@ -39,13 +39,6 @@ def writer(log: ParquetLog, max_commit_delay_s: float | None = FOR_EVER_S, num_t
 def commit(log: ParquetLog, *slots: int) -> ShardName:
     rows = [row for slot in slots for row in group(slot)]
     return log.commit(rows, explore_step=1, unit=0, part=Part(slots, NUM_TASKS) if len(slots) < NUM_TASKS else None)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def held(log: ParquetLog) -> list[tuple[int, ...] | None]:

@@ -155,7 +155,6 @@ def plain_text(value: Any) -> str:
 
 
 def page() -> str:
-    """docs/trinity-keys.md."""
     lines = [
         "# Keys of Trinity-RFT",
         "",
@@ -242,9 +241,6 @@ def test_each_reference_name_exists_or_is_refused(kind: str) -> None:
         "selector": registered_parts("selector"),
     }[kind]
     assert [n for n in NAMES[kind].split() if n not in here and n not in REFERENCE_NAMES.get(kind, {})] == []
-
-
-# ---- defaults
 
 
 def tree(**sections: Any) -> dict[str, Any]:

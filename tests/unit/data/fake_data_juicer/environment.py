@@ -6,7 +6,6 @@ from pathlib import Path
 
 
 def make_stand_in(folder: Path) -> Path:
-    """Make it in a new folder, without pip."""
     venv.create(folder, symlinks=True)
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "fake.pth").write_text(f"{Path(__file__).parent}\n")

@@ -78,8 +78,6 @@ class FakeService:
 
 @contextmanager
 def serving() -> Iterator[FakeService]:
-    """The service, at a free port of this machine."""
-
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.do_POST()

@@ -207,9 +207,6 @@ def test_gradients_are_those_of_transformers(folder: Path, images: ImageProcesso
         torch.testing.assert_close(weight.grad, gradients[name].grad, rtol=1e-4, atol=1e-6)
 
 
-# ---- tasks
-
-
 def taskset(path: Path, **format: Any) -> Taskset:
     fmt = {"prompt_key": "question", "response_key": "answer", "image_key": "image", **format}
     return Taskset(TasksetConfig.model_validate({"name": "t", "path": str(path), "format": fmt}))
@@ -304,9 +301,7 @@ def test_a_replaced_local_file_is_damage_and_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["folder", "file", "missing"])
-def test_a_link_in_the_shared_folder_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
+def test_a_link_in_shared_folders_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()

@@ -35,7 +35,6 @@ SHOWN: list[list[Any]] = [
 
 
 def asked(images: ImageProcessor, shown: list[Any], text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """(names, inputs from the processor of the model)."""
     content: list[dict[str, str]] = []
     for each in shown:
         if isinstance(each, list):

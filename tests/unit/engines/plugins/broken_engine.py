@@ -13,8 +13,6 @@ HOW, AT = "TEST_BROKEN_HOW", "TEST_BROKEN_AT"
 
 
 class BrokenEngine(FakeEngine):
-    """Fake engine that fails at some requests."""
-
     def serve(self, take: Take, give: Give) -> None:
         def look() -> Sequence[tuple[int, GenerateRequest | None]]:
             taken = take()

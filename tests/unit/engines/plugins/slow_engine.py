@@ -12,8 +12,6 @@ SECONDS_PER_STEP = "TEST_SECONDS_PER_STEP"
 
 
 class SlowEngine(FakeEngine):
-    """Slow engine with responses of maximum length."""
-
     @classmethod
     def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> SlowEngine:
         return cls(seconds_per_step=float(os.environ[SECONDS_PER_STEP]), tokens_per_request=10**9)

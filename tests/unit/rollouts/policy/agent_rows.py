@@ -31,7 +31,6 @@ def rows(agent: Agent, engine: Any, tokenizer: Any = None, batch: Any = None, **
 
 
 async def ask(client: AsyncOpenAI, messages: Any = ASKED, **options: Any) -> Any:
-    """First choice of the answer to a chat."""
     create: Any = client.chat.completions.create
     return (await create(model="p", messages=messages, **options)).choices[0]
 

@@ -57,8 +57,6 @@ def test_calls_within_thoughts_are_ignored() -> None:
 
 
 class WithTemplate(CharTokenizer):
-    """A tokenizer with a response template."""
-
     response_template: ClassVar = {"kind": "own"}
 
     def parse_response(self, response: list[int], prefix: str, tools: Any) -> dict[str, Any]:
@@ -123,9 +121,7 @@ THINKS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
         ("just so", TOOLS, ParsedAnswer("just so", None, ())),
     ],
 )
-def test_gpt_oss_channels_are_parsed_from_special_tokens(
-    names: dict[str, str], said: str, tools: Any, parsed: ParsedAnswer
-) -> None:
+def test_gpt_oss_channels_become_an_answer(names: dict[str, str], said: str, tools: Any, parsed: ParsedAnswer) -> None:
     tokenizer = Marked()
     tokens = tokenizer.ids(said)
     text = tokenizer.decode(tokens, skip_special_tokens=True)

@@ -56,7 +56,6 @@ class HalfAnswers:
 
 
 def rows_of(agent: Agent, engine: HalfAnswers | None = None, tokenizer: Any = None) -> list[Experience]:
-    """The rows of a successful rollout of `agent` with an engine that streams."""
     return rows(agent, Streaming((engine or HalfAnswers()).submit, 600.0), tokenizer)
 
 
@@ -309,9 +308,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("template", "prompt", "tools", "text", "sent"), ANSWERS)
-def test_certain_text_is_a_prefix_of_the_parsed_answer(
-    template: str, prompt: str, tools: Any, text: str, sent: tuple[str, str]
-) -> None:
+def test_certain_text_begins_answers(template: str, prompt: str, tools: Any, text: str, sent: tuple[str, str]) -> None:
     tokenizer: Any = CharTokenizer()
     tokenizer.chat_template = template
     parser = AnswerParser(tokenizer)

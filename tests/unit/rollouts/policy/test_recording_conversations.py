@@ -35,7 +35,6 @@ ASKED: Messages = [{"role": "user", "content": "q"}]
 
 
 def rows_of(function: WorkflowFn, engine: GenerateBatch, tokenizer: Any = None, **changes: Any) -> Any:
-    """The rows of one rollout of a workflow."""
     policy = TextEngine(engine, tokenizer or CharTokenizer())
     return outcome([task(0, named(function))], policy, {}, **changes).experiences
 

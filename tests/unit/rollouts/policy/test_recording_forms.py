@@ -46,7 +46,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
 
 
 def rows_of(engine: TransformersEngine, agent: Agent, template: str = TEMPLATE) -> list[Experience]:
-    """The rows of a successful rollout of `agent` with a real engine."""
     tokenizer = AutoTokenizer.from_pretrained(engine.model_path)
     tokenizer.chat_template = template
 

@@ -9,8 +9,6 @@ from rftdask.rollouts.policy.remote_model import WINDOW_S, RateLimit
 
 
 class Clock:
-    """Time in seconds."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
 

@@ -29,8 +29,6 @@ def request(name: str) -> GenerateRequest:
 
 
 class Engine:
-    """Holds requests until the test answers them."""
-
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.futures: dict[str, Future[Generation]] = {}
@@ -65,8 +63,6 @@ def leap(seconds: float) -> None:
 
 
 def with_engine(body: Callable[[Engine, StreamingQueue], Awaitable[None]]) -> Callable[[], None]:
-    """Make a test of `body`, with an engine and its queue."""
-
     async def main() -> None:
         engine = Engine()
         stream = StreamingQueue(Streaming(engine.submit, timeout_s=1000.0))
@@ -193,9 +189,6 @@ async def test_silence_counts_only_while_requests_run(engine: Engine, stream: St
     engine.answer("last")
     await last
     assert stream.busy_s == pytest.approx(4 * 900.0, abs=DEADLINE_S)
-
-
-# ---- with rollouts
 
 
 def test_quick_rollout_does_not_wait_for_a_slow_one() -> None:

@@ -5,8 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from rftdask.data.task import Task
 from rftdask.rollouts.rewards import math_answer
 from rftdask.rollouts.rewards.math_answer import is_equal, is_right, math_reward, same_answer
-from tests.living import lives
+from tests.living import lives, wait_until
 
 ENDLESS = r"\boxed{\sum_{n=1}^{100000000} n^n}"
 
@@ -22,13 +20,6 @@ ENDLESS = r"\boxed{\sum_{n=1}^{100000000} n^n}"
 def child() -> int:
     assert math_answer._VERIFIER._child is not None
     return math_answer._VERIFIER._child.pid
-
-
-def wait_until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 ACCEPTED = [

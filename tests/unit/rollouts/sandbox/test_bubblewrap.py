@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.schema.explorer import SandboxConfig
 from rftdask.errors import NotInstalledError, UserError
 from rftdask.rollouts.sandbox.bubblewrap import bwrap_command, check_bubblewrap
+from tests.living import wait_until
 from tests.unit.rollouts.rollout_cases import replies, run, task
 
 ON = SandboxConfig(bubblewrap=True, max_processes=2)
@@ -91,10 +91,7 @@ def test_each_rollout_has_its_own_temporary_folder(tmp_path: Path, monkeypatch: 
     experiences = look_around(tmp_path, ON.model_copy(update={"max_memory_gb": 3.0}))  # a new fork server
     assert [(e.status, e.metrics["own_folder"]) for e in experiences] == [(Status.OK, 1.0)] * 4
     folders = [Path(f"/tmp/rollout-{e.metrics['pid']:.0f}") for e in experiences]
-    deadline = time.monotonic() + 10
-    while any(map(Path.exists, folders)):  # they end a moment after the reward arrives
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(Path.exists, folders)))  # they end a moment after the reward arrives
     for spare in set(Path("/tmp").glob("rollout-*")) - before:
         shutil.rmtree(spare)  # of the spare fork; the real bwrap removes its /tmp
 

@@ -8,7 +8,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,7 @@ from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.sandbox import pool
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer, SandboxLostError, pickled
-from tests.living import lives
+from tests.living import lives, wait_until
 from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, outcome, replies, run, task
 
 LIMITS = SandboxConfig(max_processes=8, max_memory_gb=0.25)
@@ -148,14 +148,7 @@ def test_processes_of_a_workflow_end_with_it(tmp_path: Path, session: bool, ends
     file = tmp_path / "pid"
     experience = one("starts_a_program", {"file": str(file), "session": session, "ends": ends}, max_timeout=1.0)
     assert experience.status is (Status.OK if ends else Status.TIMEOUT)
-    until(lambda: not lives(int(file.read_text())))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not lives(int(file.read_text())))
 
 
 def children(pid: int) -> list[int]:
@@ -252,7 +245,7 @@ def test_a_fork_that_does_not_begin_is_an_error(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(SandboxLostError, match=r"no sandbox process began within 0\.5 s"):
             asyncio.run(pool._Process.start(server))
         assert not server.alive()
-        until(lambda: not lives(server_pid))
+        wait_until(lambda: not lives(server_pid))
     finally:
         server.close()
 

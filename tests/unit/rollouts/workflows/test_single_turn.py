@@ -54,9 +54,7 @@ def test_plain_text_prompt_is_continued_unchanged(name: str) -> None:
         ("math_boxed_workflow", {"with_think": True}, THINKING_SYSTEM_PROMPT),
     ],
 )
-def test_math_workflows_add_a_system_prompt_by_default(
-    name: str, arguments: dict[str, Any], system_prompt: str
-) -> None:
+def test_math_workflows_have_a_system_prompt(name: str, arguments: dict[str, Any], system_prompt: str) -> None:
     assert run(name, "4", workflow_args=arguments)[1] == [[("system", system_prompt), ASKED]]
     own = [("system", "own"), ASKED]
     assert run(name, "4", *own, workflow_args=arguments)[1] == [own]

@@ -49,8 +49,6 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def together(storage: Storage, size: int, work: Callable[[Publisher, Ranks], Any], *, holds: bool = True) -> list[Any]:
-    """Result of `work` on each rank."""
-
     def rank(ranks: Ranks) -> Any:
         publisher = Publisher(storage, "main", 1, ranks, InMemoryPublisher(storage) if holds else None)
         return work(publisher, ranks)

@@ -33,9 +33,6 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "memory"
 
 
-# ---- the tree
-
-
 def test_the_tree_is_binary_and_ends_at_the_first_peer() -> None:
     peers = list("gfedcba")
     assert {peer: above(peer, peers)[:1] for peer in peers} == {
@@ -80,9 +77,6 @@ def test_a_block_without_a_source_is_an_error() -> None:
         _take(sources.ask, ["near", "holder"], "weights/1/m", ENTRY, 3)
 
 
-# ---- blocks on a machine
-
-
 @pytest.fixture
 def storage(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "run"))
@@ -117,9 +111,6 @@ def test_the_manifest_holds_the_address_of_each_file(storage: Storage) -> None:
     _, published = held(storage)
     assert published.held is not None
     assert published.held == {"model.safetensors": "tcp://127.0.0.1:1"}
-
-
-# ---- the group
 
 
 @pytest.fixture

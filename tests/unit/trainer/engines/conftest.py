@@ -12,7 +12,6 @@ from tests.unit.trainer.trainer_cases import SIZES
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder of three models that differ in their weights."""
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("policy", "teacher", "other")):
         build_toy_model(folder / name, seed=seed, **SIZES)

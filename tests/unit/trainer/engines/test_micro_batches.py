@@ -201,9 +201,6 @@ def test_packed_rows_have_the_advantages_of_rows_side_by_side(name: str, seed: i
         torch.testing.assert_close(rows.select(returns_Q, members), wanted_returns_NT.float(), rtol=1e-5, atol=1e-6)
 
 
-# ---- parts of a batch
-
-
 @dataclass(frozen=True)
 class Centered(AdvantageFn):
     """Logprobs minus their mean over the batch: a custom function that ignores ranks."""

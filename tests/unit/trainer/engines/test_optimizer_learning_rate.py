@@ -29,7 +29,6 @@ CASES = [(name, arguments) for name in SCHEDULES for arguments in ARGUMENTS.get(
 
 
 def rates(steps: int, total_steps: int | None = None, **section: Any) -> list[float]:
-    """The rates of the first steps."""
     rate = learning_rate(OptimizerConfig(**section), total_steps)
     return [rate(step) for step in range(1, steps + 1)]
 

@@ -121,9 +121,6 @@ def test_a_file_of_whole_tensors_is_read_as_it_is() -> None:
     assert_loads({"model.safetensors": save(whole, {"format": "pt"})}, whole, "model.safetensors")
 
 
-# ---- parts
-
-
 def part_name(number: int) -> str:
     return f"actor/optim-{number}.safetensors" if number else NAME
 
@@ -154,9 +151,6 @@ def test_other_files_with_similar_names_are_ignored() -> None:
     files = save_tensors(NAME, some_tensors(), ALONE, spread=True)
     others = ("actor/optim-x.safetensors", "critic/optim.safetensors", "actor/optim.safetensors2")
     assert_loads(files | dict.fromkeys(others, b""), some_tensors())
-
-
-# ---- in blocks
 
 
 @pytest.fixture
@@ -243,9 +237,6 @@ def test_a_change_after_verification_is_raised_at_the_end(tmp_path: Path) -> Non
     told = in_threads(2, load_damaged)
     assert "optim.safetensors from byte 2000: 1000 bytes do not match" in told[0]
     assert told[1] == ""
-
-
-# ---- what is refused
 
 
 def test_parts_without_offsets_are_refused() -> None:

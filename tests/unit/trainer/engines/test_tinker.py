@@ -66,9 +66,6 @@ def batch_of(number: int = 0) -> TrainingBatch:
     return made
 
 
-# ---- the contract
-
-
 class TestContract(TrainEngineContract):
     algorithm: ClassVar[str] = "grpo"
     measures = False
@@ -91,9 +88,6 @@ class TestContract(TrainEngineContract):
 class TestContractOnADataset(TestContract):
     algorithm = "sft"
     measures = True
-
-
-# ---- the same arithmetic
 
 
 def moved(engine: TrainEngine, batches: Sequence[TrainingBatch]) -> dict[str, float]:
@@ -167,9 +161,6 @@ def test_a_key_of_the_adapter_reaches_the_service(model: Path, server: TinkerSer
     assert made["lora_config"][key] == value
 
 
-# ---- engines
-
-
 def requests_of(num: int, **sampling: Any) -> list[GenerateRequest]:
     params = SamplingParams(max_tokens=6, **sampling)
     return [GenerateRequest((5, 6, 7 + number), params, seed=number) for number in range(num)]
@@ -224,9 +215,6 @@ def test_sampling_parameters_reach_the_tinker_service(model: Path, server: Tinke
         engine.generate(requests_of(1, repetition_penalty=1.1))
 
 
-# ---- what lies at the service
-
-
 def tell_named(engine: TinkerTrainEngine, storage: Storage) -> None:
     """Call `keep_only` as the trainer does before it requests weights."""
     engine.keep_only(published_versions(storage), checkpoint_steps(storage))
@@ -242,9 +230,7 @@ def storage(config: Config) -> Storage:
     return open_storage(config.checkpoint_job_dir)
 
 
-def test_weights_that_the_run_no_longer_names_are_deleted(
-    config: Config, storage: Storage, server: TinkerServer
-) -> None:
+def test_weights_the_run_no_longer_names_are_deleted(config: Config, storage: Storage, server: TinkerServer) -> None:
     engine = TinkerTrainEngine(config, make_algorithm("sft"))
     paths = {}
     for step in (1, 2, 3):
@@ -276,9 +262,7 @@ def test_a_failed_deletion_is_only_logged(
     assert len(server.asked("delete")) == 1  # it is not tried again
 
 
-def test_saved_states_stay_until_a_newer_checkpoint_exists(
-    config: Config, storage: Storage, server: TinkerServer
-) -> None:
+def test_saved_states_stay_until_a_newer_checkpoint(config: Config, storage: Storage, server: TinkerServer) -> None:
     engine = TinkerTrainEngine(config, make_algorithm("sft"))
     for step in (1, 2):
         engine.train_step(batch_of(step), step)
@@ -297,12 +281,7 @@ def test_saved_states_stay_until_a_newer_checkpoint_exists(
     ]
 
 
-# ---- errors
-
-
-def test_errors_of_the_service_become_our_errors(
-    model: Path, server: TinkerServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_the_service_become_ours(model: Path, server: TinkerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = TinkerTrainEngine(config_at(server, model.parent / "nothing"), make_algorithm("sft"))
     with pytest.raises(
         UserError, match=r"rejected the request while creating an adapter of .*nothing: .*no such model"

@@ -266,7 +266,6 @@ def test_evaluation_equals_one_batch_and_trains_nothing(models: Path, name: str)
 
 
 def subset(batch: TrainingBatch, members: range) -> TrainingBatch:
-    """Return a batch of only these rows."""
     tokens, prompts = batch.row_tokens(), batch.prompt_lengths
     rows = [(tokens[row].tolist(), int(prompts[row]), None, float(batch.rewards[row])) for row in members]
     return supervised_batch(rows, [batch.uids[row] for row in members], 2 if len(set(batch.groups)) < len(batch) else 1)
@@ -317,9 +316,6 @@ def test_the_third_infinite_gradient_in_a_row_is_an_error(models: Path) -> None:
             each.train_step(spoil(rollouts()), 5)
 
 
-# ---- frozen weights
-
-
 @pytest.mark.parametrize(
     ("algorithm", "lora"),
     [("dpo", LoraConfig(lora_rank=2)), *((name, None) for name in ("dpo", "grpo", "on_policy_distill", "jsd"))],
@@ -361,9 +357,6 @@ def test_frozen_weights_keep_16_bits_and_compute_in_float32(
     assert trained() == ({torch.float32}, steps)
 
 
-# ---- rows of very different lengths
-
-
 class Largest(TorchDispatchMode):
     """Number of elements of the largest tensor that any function returns."""
 
@@ -401,9 +394,7 @@ def test_no_array_of_all_rows_by_the_longest_is_made(tmp_path: Path, algorithm: 
     assert largest.num_elements <= 300_000
 
 
-def test_a_model_that_cannot_be_saved_is_not_trained(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unsavable_model_is_not_trained(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with pytest.raises(DataError, match=r"policy cannot be saved after training: .*missing"):
         engine(models, "grpo")

@@ -26,7 +26,6 @@ def student(models: Path, name: str, parts: dict[str, Any] | None = None, **over
 
 
 def rollouts(seed: int = 0, num_rows: int = 12) -> TrainingBatch:
-    """Random tokens, two of each row the prompt."""
     random = np.random.default_rng(seed)
     rows = [(random.integers(2, 200, 2 + random.integers(3, 7)).tolist(), 2, None) for _ in range(num_rows)]
     batch = supervised_batch(rows, [f"t/0/{i}/0/0" for i in range(num_rows)])

@@ -57,9 +57,6 @@ def engine(
     return TorchEngine(config, algorithm, None if ranks is None else DDP(ranks), total_steps=STEPS)
 
 
-# ---- a plain loop
-
-
 def row_logprobs(model: Any, tokens: np.ndarray) -> Tensor:
     """log p of the tokens after the two of the prompt."""
     ids = torch.from_numpy(tokens.astype(np.int64))
@@ -152,9 +149,6 @@ def test_critic_updates_are_clipped_around_initial_values(model: Path) -> None:
         torch.testing.assert_close(saved[name], tensor, rtol=0, atol=CLOSE)
 
 
-# ---- what a loss is given
-
-
 @dataclass(frozen=True)
 class Watched(Ppo):
     """PPO's; keeps what it was given."""
@@ -212,9 +206,6 @@ def test_a_dataset_can_be_trained_in_mini_batches(model: Path, name: str) -> Non
     tested = engine(model, name)
     first, later = (tested.train_step(batch, step)["loss"] for step in (1, 2))
     assert later < first
-
-
-# ---- again, and elsewhere
 
 
 class Cut(Exception):
@@ -282,9 +273,7 @@ def test_two_ranks_need_only_the_tokens_of_their_rows(model: Path, parts: dict[s
 
 
 @given(st.integers(0, 12), st.integers(0, 8), st.integers(1, 6), st.sampled_from([1, 2]), st.integers(0, 5))
-def test_mini_batches_hold_each_row_once_with_even_sizes(
-    num_own: int, num_shown: int, count: int, unit: int, epoch: int
-) -> None:
+def test_mini_batches_hold_rows_once_evenly(num_own: int, num_shown: int, count: int, unit: int, epoch: int) -> None:
     experts = np.repeat(np.arange(num_own + num_shown) >= num_own, unit)
     parts = mini_batches(experts, count, unit=unit, seed=7, epoch=epoch)
     assert len(parts) == min(count, num_own + num_shown)
