@@ -67,11 +67,3 @@ def test_sft_reads_a_table_and_refuses_a_changed_one(config: Path, tmp_path: Pat
     engine.dispose()
     again = call_cli("run", str(config), *SHORT[:1], *table, "trainer.total_steps=3")
     assert again.code == 2 and "taskset dataset: rows or their order changed" in again.err
-
-
-def test_a_missing_table_is_reported_before_anything_starts(config: Path, tmp_path: Path) -> None:
-    url = to_table(tmp_path / "tasks.jsonl", "tasks")
-    at = "buffer.explorer_input.taskset"
-    ended = call_cli("run", str(config), f"{at}.storage_type=sql", f"{at}.path={url}", f"{at}.subset_name=task")
-    assert ended.code == 2 and "table 'task': the table does not exist; the database has tasks" in ended.err
-    assert not (run_folder(config) / "ledger").exists()

@@ -29,7 +29,8 @@ try:
     main()
 except SystemExit:
     pass
-heavy = {"pydantic", "rftdask.config", "distributed", "numpy", "pandas", "pyarrow", "torch"}
+heavy = {"pydantic", "rftdask.config", "distributed", "numpy", "pandas", "pyarrow", "dask", "torch"}
+heavy |= {"transformers", "vllm"}
 print("imported:", *sorted(heavy & sys.modules.keys()))
 """
 

@@ -5,7 +5,7 @@ from typing import Any, get_args
 import pytest
 from config_cases import config, grpo, problems, sft
 
-from rftdask.config import check_plugins, fill_from_environment, load_config, make_plan, replace
+from rftdask.config import check_plugins, load_config, make_plan
 from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts
 from rftdask.config.schema.optimizer import SCHEDULES, OptimizerConfig
 from rftdask.errors import ConfigError
@@ -112,19 +112,6 @@ def test_each_taskset_has_its_teacher(models: tuple[dict[str, Any], ...]) -> Non
 EXPERIENCES = "buffer.trainer_input.experience_buffer"
 
 
-@pytest.mark.parametrize("url", ["postgresql://me:hunter2@host/db", "postgresql://host/db?user=me&password=hunter2"])
-def test_a_password_is_never_in_a_config(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", f"{EXPERIENCES}.path={url}")
-    assert "does not belong in a configuration" in line and "hunter2" not in line
-    monkeypatch.setenv("EXPERIENCES_URL", url)
-    loaded = config(grpo(), f"{EXPERIENCES}.storage_type=sql", EXPERIENCES + ".path=${oc.env:EXPERIENCES_URL}")
-    assert "hunter2" not in loaded.to_yaml() + str(loaded.to_dict()) + repr(loaded)
-    for again in (load_config(loaded.to_dict()), replace(loaded, {"seed": 1})):
-        path = again.buffer.trainer_input.experience_buffer.path
-        assert path == "${oc.env:EXPERIENCES_URL}"
-        assert fill_from_environment(path) == url
-
-
 def test_the_table_is_the_subset_or_else_the_name() -> None:
     sql = ("buffer.explorer_input.taskset.storage_type=sql", "buffer.explorer_input.taskset.path=sqlite:////rows.db")
     (taskset,) = config(grpo(), *sql, "buffer.explorer_input.taskset.name=sums").buffer.explorer_input.train_tasksets
@@ -132,11 +119,6 @@ def test_the_table_is_the_subset_or_else_the_name() -> None:
     named = (*sql, "buffer.explorer_input.taskset.subset_name=hard_sums")
     assert config(grpo(), *named).buffer.explorer_input.train_tasksets[0].table == "hard_sums"
     assert config(grpo()).buffer.explorer_input.train_tasksets[0].table is None
-
-
-def test_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="EXPERIENCES_URL"):
-        fill_from_environment("postgresql://me:${oc.env:EXPERIENCES_URL}@host/db")
 
 
 def test_a_reward_model_is_trained_whole_and_answers_nothing() -> None:

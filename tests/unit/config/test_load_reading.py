@@ -81,28 +81,6 @@ def test_it_loads_without_a_warning_and_is_planned(file: Path) -> None:
     assert make_plan(loaded).render()
 
 
-def commands_in(file: Path) -> list[str]:
-    """The commands that run or submit in the comments at its top, continued over lines with a backslash."""
-    comments = (line.removeprefix("#").strip() for line in file.read_text().splitlines() if line.startswith("#"))
-    joined = "\n".join(comments).replace("\\\n", " ")
-    return [line for line in joined.splitlines() if line.startswith(("rftdask run ", "rftdask submit "))]
-
-
-COMMANDS = [(file, command) for file in FILES for command in commands_in(file)]
-
-
-@pytest.mark.parametrize(("file", "command"), COMMANDS, ids=[file.stem for file, _ in COMMANDS])
-def test_the_commands_in_its_comments_are_valid(file: Path, command: str) -> None:
-    _, _, path, *words = command.partition(" #")[0].split()
-    overrides = [word for word in words if not word.startswith("--")]
-    assert path == f"config/{file.resolve().relative_to(FOLDER)}"
-    load_config(file, overrides)
-
-
-def test_each_example_shows_its_commands() -> None:
-    assert {file.stem for file, _ in COMMANDS} >= {"gsm8k-grpo", "offline", "sft"}
-
-
 def test_gsm8k_reads_the_answer_after_the_mark() -> None:
     loaded = load_config(FOLDER / "gsm8k.yaml")  # its short name
     taskset = loaded.buffer.explorer_input.taskset

@@ -28,12 +28,12 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
         ("cluster.slurm.explorer.directives", [f"--export=HF_TOKEN={TOKEN}"]),
         ("checkpoint_root_dir", "s3://key:hunter2@bucket/runs"),
         ("model.model_path", f"https://user:{TOKEN}@hub/model"),
+        ("buffer.trainer_input.experience_buffer.path", "postgresql://me:hunter2@host/db"),
+        ("buffer.trainer_input.experience_buffer.path", "postgresql://host/db?user=me&password=hunter2"),
         ("name", TOKEN),
     ],
 )
-def test_a_secret_is_refused_at_any_key_and_in_no_message(
-    key: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_is_refused_at_any_key_and_not_shown(key: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SERVICE_API_KEY", "0123456789abcdef")
     tree = grpo()
     *sections, last = key.replace("[0]", "").split(".")
@@ -81,14 +81,22 @@ def test_arguments_are_filled_in_only_where_they_are_used(monkeypatch: pytest.Mo
     assert load_config(loaded.to_dict()) == loaded
 
 
-def test_only_a_password_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PASSWORD_OF_DB", "hunter2")
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("postgresql://me:${oc.env:SECRET_OF_DB}@host/db", "hunter2"),
+        ("${oc.env:SECRET_OF_DB}", "postgresql://host/db?user=me&password=hunter2"),
+    ],
+)
+def test_a_password_may_come_from_the_environment(path: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_DB", value)
     at = "buffer.trainer_input.experience_buffer"
-    loaded = config(grpo(), f"{at}.storage_type=sql", at + ".path=postgresql://me:${oc.env:PASSWORD_OF_DB}@host/db")
-    for again in (loaded, load_config(loaded.to_dict()), load_config(load_config(loaded.to_dict()).to_dict())):
-        path = again.buffer.trainer_input.experience_buffer.path
-        assert path == "postgresql://me:${oc.env:PASSWORD_OF_DB}@host/db"
-        assert fill_from_environment(path) == "postgresql://me:hunter2@host/db"
+    loaded = config(grpo(), f"{at}.storage_type=sql", f"{at}.path={path}")
+    again = load_config(loaded.to_dict())
+    for read in (loaded, again, load_config(again.to_dict()), replace(loaded, {"seed": 1})):
+        assert read.buffer.trainer_input.experience_buffer.path == path
+        assert fill_from_environment(path) == path.replace("${oc.env:SECRET_OF_DB}", value)
+        assert "hunter2" not in read.to_yaml() + str(read.to_dict()) + repr(read)
 
 
 def test_a_password_next_to_another_key_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,11 +259,6 @@ def test_a_hung_attempt_is_cancelled_before_its_retry() -> None:
     assert experience.error.startswith("TimeoutError: not finished after max_timeout 0.01 s")
 
 
-def test_a_hung_rollout_does_not_block_the_engine() -> None:
-    hung, good = run([task(0, named(hangs)), task(1)], replies("4"), max_timeout=0.1, max_retry_times=0)
-    assert (hung.status, good.status) == (Status.TIMEOUT, Status.OK)
-
-
 def test_an_attempt_that_ignores_cancellation_is_not_retried() -> None:
     events: list[str] = []
 

@@ -1,6 +1,5 @@
 """Promises of a fingerprint: it is the same everywhere, travels with the weights, and detects other weights."""
 
-import json
 import math
 from dataclasses import asdict
 

@@ -95,11 +95,6 @@ def test_a_rollout_has_one_reward_for_any_number_of_turns() -> None:
     assert batch.group_reward_stds().tolist() == [0.5, 0.5]
 
 
-def test_groups_are_numbered_by_first_appearance() -> None:
-    rows = [experience(task) for task in (7, 2, 7, 5, 2)]
-    assert batch_from_table(experiences_to_table(rows)).groups.tolist() == [0, 1, 0, 2, 1]
-
-
 def test_states_are_numbered_and_missing_ones_are_unknown() -> None:
     rows = [experience(0, 0, turn=i, env_state=s, turn_reward=r) for i, (s, r) in enumerate(TOLD)]
     batch = batch_from_table(experiences_to_table(rows))

@@ -1,7 +1,5 @@
 """Promises of the ledger: a step is written once, a second writer is fenced, a damaged entry raises."""
 
-import threading
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,32 +41,6 @@ def test_a_second_writer_is_fenced_and_the_first_entry_stays() -> None:
     with pytest.raises(FencedError, match=r"ledger/main/00000007.json was written by another trainer"):
         Ledger(storage).write(LedgerEntry(7, "main", (Rows("c.parquet", (0,)),)))
     assert Ledger(storage).read(7) == ENTRY
-
-
-def test_of_many_writers_one_wins() -> None:
-    storage = new_storage()
-    fenced: list[int] = []
-
-    def race(number: int) -> None:
-        try:
-            Ledger(storage).write(LedgerEntry(1, "main", (Rows(str(number), (0,)),)))
-        except FencedError:
-            fenced.append(number)
-
-    threads = [threading.Thread(target=race, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    entry = Ledger(storage).read(1)
-    assert entry is not None
-    assert sorted([*fenced, int(entry.use[0].source)]) == list(range(8))
-
-
-def test_lineages_do_not_see_each_other() -> None:
-    storage = new_storage()
-    Ledger(storage).write(ENTRY)
-    assert Ledger(storage, "fork").last_step() == 0
 
 
 def test_files_of_others_are_not_steps() -> None:

@@ -133,13 +133,6 @@ def test_a_rollout_batch_that_ran_twice_is_trained_once() -> None:
     assert audit(storage) == Audit(committed=28, trained=16, waiting=0, dropped={"repeat": 12})
 
 
-def test_only_one_copy_of_a_repeated_unit_counts() -> None:
-    storage = new_storage()
-    for _ in range(2):
-        commit_batch(ParquetLog(storage), 1, 0)
-    assert audit(storage) == Audit(committed=8, trained=0, waiting=4, dropped={"repeat": 4})
-
-
 def test_copies_of_one_batch_may_be_settled_group_by_group() -> None:
     storage = new_storage()
     commit_batch(ParquetLog(storage), 1, 0)
@@ -235,9 +228,7 @@ def test_groups_that_failed_make_no_partial_batch() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(1, 5), st.permutations(BATCHES), st.lists(st.integers(0, 3), max_size=4))
-def test_partial_batches_lose_nothing_and_train_nothing_twice(
-    size: int, order: list[tuple[int, int]], pauses: list[int]
-) -> None:
+def test_partial_batches_train_everything_once(size: int, order: list[tuple[int, int]], pauses: list[int]) -> None:
     storage = new_storage()
     log = ParquetLog(storage)
     source = make_source(storage, ordered=False, groups_per_batch=size, max_read_timeout_s=0.0)

@@ -86,10 +86,6 @@ def test_a_batch_of_only_stale_groups_is_settled_unused() -> None:
     assert (selection.use, len(selection.stale)) == ((), 2)
 
 
-def test_staleness_counts_steps_between_sampling_and_training() -> None:
-    assert staleness(policy_version=7, min_policy_version=5) == 2
-
-
 @st.composite
 def groups(draw: Any) -> dict[Position, Group]:
     positions = draw(st.sets(st.tuples(st.integers(1, 5), st.integers(0, TASKS - 1)), max_size=14))

@@ -136,11 +136,6 @@ def test_very_long_text_is_fast(response: str) -> None:
     value_of("countdown_reward", response, '{"target": 1, "numbers": [1]}')
 
 
-def test_math_reward_reports_accuracy() -> None:
-    assert get_reward("math_reward")("#### 72", "72", TASK) == Reward(1.0, {"accuracy": 1.0})
-    assert get_reward("math_reward")("#### 71", "72", TASK) == Reward(0.0, {"accuracy": 0.0})
-
-
 def test_math_boxed_reward_reads_only_boxes() -> None:
     assert value_of("math_boxed_reward", "#### 72", "72") == 0.0
     assert value_of("math_boxed_reward", r"\boxed{72}", "72") == 1.0
@@ -190,9 +185,7 @@ def test_exact_reward_compares_the_text() -> None:
         ("(6-2)*4+8", {"metadata": {"target": 24, "numbers": [8, 6, 4, 2]}}),
     ],
 )
-def test_countdown_needs_the_target_with_each_number_once(
-    response: str, value: float, truth: str, row: dict[str, object]
-) -> None:
+def test_countdown_needs_each_number_once(response: str, value: float, truth: str, row: dict[str, object]) -> None:
     task = Task(taskset="t", epoch=0, index=0, row=row)
     assert get_reward("countdown_reward")(response, truth, task).value == value  # type: ignore[union-attr]
 
