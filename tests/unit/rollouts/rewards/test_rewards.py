@@ -136,6 +136,11 @@ def test_very_long_text_is_fast(response: str) -> None:
     value_of("countdown_reward", response, '{"target": 1, "numbers": [1]}')
 
 
+def test_math_reward_reports_accuracy() -> None:
+    assert get_reward("math_reward")("#### 72", "72", TASK) == Reward(1.0, {"accuracy": 1.0})
+    assert get_reward("math_reward")("#### 71", "72", TASK) == Reward(0.0, {"accuracy": 0.0})
+
+
 def test_math_boxed_reward_reads_only_boxes() -> None:
     assert value_of("math_boxed_reward", "#### 72", "72") == 0.0
     assert value_of("math_boxed_reward", r"\boxed{72}", "72") == 1.0
