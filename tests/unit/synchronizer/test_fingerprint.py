@@ -1,5 +1,6 @@
 """Promises of a fingerprint: it is the same everywhere, travels with the weights, and detects other weights."""
 
+import json
 import math
 from dataclasses import asdict
 
