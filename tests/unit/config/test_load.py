@@ -389,3 +389,9 @@ def test_a_frozen_dict_is_still_a_dict() -> None:
     frozen = FrozenDict({"a": 1})
     assert frozen == {"a": 1} and isinstance(frozen, dict)
     assert {**frozen, "b": 2} == {"a": 1, "b": 2}
+
+
+def test_a_config_differs_from_other_things() -> None:
+    assert config(grpo()) != config(grpo(), "seed=1")
+    assert config(grpo()) != "a config"
+    assert isinstance(config(grpo()), Config)
