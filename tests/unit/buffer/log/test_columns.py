@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger, Rows
 from rftdask.buffer.batches.log_source import EntryReader
-from rftdask.buffer.log.columns import SCHEMA, experiences_to_table, mask_to_runs, runs_to_mask
+from rftdask.buffer.log.columns import SCHEMA, decode_parquet, experiences_to_table, mask_to_runs, runs_to_mask
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.formats import decode_parquet
 from rftdask.buffer.log.schema import SCHEMA_VERSION, Experience, Status, Turn, token_versions
 from rftdask.buffer.log.shard import Part, ShardName
 from rftdask.storage import Storage, open_storage

@@ -18,8 +18,7 @@ from rftdask.algorithm.advantages.turns import Gigpo, StepWiseGrpo
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table, join_batches, supervised_batch
-from rftdask.buffer.log.columns import experiences_to_table
-from rftdask.buffer.log.formats import decode_parquet
+from rftdask.buffer.log.columns import decode_parquet, experiences_to_table
 from rftdask.buffer.log.schema import Experience, Turn
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
