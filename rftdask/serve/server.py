@@ -59,6 +59,7 @@ from rftdask.run.lease import Lease
 from rftdask.run.run_folder import open_run, private_files
 from rftdask.serve.engines import EnginePool, LocalEngines
 from rftdask.serve.load_balancer import MAX_UNSIZED, FullError, LoadBalancer, NoEngineError
+from rftdask.serve.openapi import document
 from rftdask.serve.sessions import TASKSET, RewardedSession, SessionStore, one_rollout
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.checked_json import parse_portable
@@ -151,6 +152,7 @@ class PolicyServer:
         return Starlette(
             routes=[
                 Route("/health", self._health),
+                Route("/openapi.json", self._document),
                 Route("/sessions", self._open, methods=["POST"]),
                 Route("/feedback", self._feedback, methods=["POST"]),
                 Route("/commit", self._commit, methods=["POST"]),
@@ -265,6 +267,9 @@ class PolicyServer:
             open_sessions=len(self._sessions),
             waiting_sessions=self._store.num_waiting,
         )
+
+    async def _document(self, request: Request) -> Response:
+        return _success(**document())
 
     async def _models(self, request: Request) -> Response:
         self._authorize(request)

@@ -28,7 +28,7 @@ MAX_CHOICES = 128
 """Largest number of answers to one request, as at OpenAI."""
 _PIECE_LENGTH = 32
 """Characters per chunk of a stream."""
-_NUMBERS: Mapping[str, tuple[str, type, float, float]] = {
+NUMBERS: Mapping[str, tuple[str, type, float, float]] = {
     "temperature": ("temperature", float, 0, 100),
     "top_p": ("top_p", float, 1e-9, 1),
     "top_k": ("top_k", int, -1, 2**31),
@@ -159,7 +159,7 @@ def read_request(
     parameters = read_parameters(body)
     is_chat = path == CHAT
     options: dict[str, Any] = {}
-    for name, (key, kind, minimum, maximum) in _NUMBERS.items():
+    for name, (key, kind, minimum, maximum) in NUMBERS.items():
         if name in parameters:
             options[key] = _number(name, parameters.pop(name), kind, minimum, maximum)
     for name in ("stop", "bad_words"):
@@ -195,7 +195,7 @@ def read_request(
     for name, value in parameters.items():
         if name in _WITHOUT_EFFECT or value in _NEUTRAL_VALUES.get(name, ()):
             continue
-        known = (*_NUMBERS, *_WITHOUT_EFFECT, *_NEUTRAL_VALUES, *_TEMPLATE_KEYS, *_KNOWN)
+        known = (*NUMBERS, *_WITHOUT_EFFECT, *_NEUTRAL_VALUES, *_TEMPLATE_KEYS, *_KNOWN)
         advice = "; leave it out" if name in _NEUTRAL_VALUES else did_you_mean(name, known)
         raise BadRequestError(f"{name}={value!r:.100} is not supported{advice}", name)
     return OpenAIRequest(**parts)

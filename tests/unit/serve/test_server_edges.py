@@ -5,9 +5,11 @@ error has OpenAI's shape, and what is refused is refused before anything is samp
 import asyncio
 import json
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from rftdask.rollouts.policy.endpoint import MAX_BODY_BYTES, web_server
 from rftdask.storage.checked_json import MAX_DEPTH
@@ -183,3 +185,47 @@ def test_what_is_not_http_is_an_error_of_the_api() -> None:
         await serving
 
     asyncio.run(check())
+
+
+def least(schema: Mapping[str, Any]) -> Any:
+    """The smallest value that a schema of the document accepts."""
+    if "enum" in schema or "anyOf" in schema:
+        return schema["enum"][0] if "enum" in schema else least(schema["anyOf"][0])
+    if schema["type"] == "object":
+        return {name: least(schema["properties"][name]) for name in schema["required"]}
+    if schema["type"] == "array":
+        return [least(schema["items"])]
+    return {"string": "x", "number": schema.get("minimum", 1), "integer": schema.get("minimum", 1), "boolean": True}[
+        schema["type"]
+    ]
+
+
+@served()
+async def test_the_openapi_document_lists_routes_and_fields(case: Case) -> None:
+    headers = {"Authorization": "Bearer token"}
+    document = (await case.http.get("/openapi.json")).json()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            if method == "parameters":
+                continue
+            schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+            bodies = [least(schema)] if schema else [{}]
+            # Each field once, with its least value.
+            bodies += (
+                [bodies[0] | {name: least(schema["properties"][name])} for name in schema["properties"]]
+                if schema
+                else []
+            )
+            for number, body in enumerate(bodies):
+                case.queue.num_asked = 0
+                session = f"{method}{len(path)}-{number}"
+                url = path.replace("{session}", session).replace("{name}", "policy")
+                if path == "/feedback":
+                    await case.ask(case.client(f"/sessions/{session}/v1"))
+                    body = {**body, "session_id": session, "metrics": {}}
+                    body.pop("msg_ids", None)
+                answer = await case.http.request(method, url, json=body if method == "post" else None, headers=headers)
+                assert answer.status_code == 200, (url, body, answer.text)
+    listed = {path.replace("{name}", "{name:path}") for path in document["paths"]}
+    written = {route.path for route in case.server.app().routes if isinstance(route, Route)} - {"/openapi.json"}
+    assert {path for path in written if "{path:path}" not in path} <= listed
