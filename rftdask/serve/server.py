@@ -51,7 +51,7 @@ from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.answer_stream import OnText
 from rftdask.rollouts.policy.endpoint import ERRORS, TOO_LONG, answer_http, as_response, key_in, read_body, web_server
 from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, model_of, refusal
-from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
+from rftdask.rollouts.policy.recording import NoMoreCallsError, RecordingModel, ServedModel
 from rftdask.rollouts.policy.request_queues import RolloutKey
 from rftdask.rollouts.rollout import Rollout
 from rftdask.rollouts.workflows.base import Reward
@@ -242,6 +242,8 @@ class PolicyServer:
             answer = await session.model.openai(path, body, on_text)
         except FullError as error:
             return _busy(str(error), error.retry_after_s)
+        except NoMoreCallsError as error:
+            return refusal(f"session {session_id}: {error}; reward it and open another", "session_id", status=409)
         except NoEngineError as error:
             return _busy(str(error), code="service_unavailable", status=503)
         finally:
@@ -355,8 +357,9 @@ class PolicyServer:
             return [session_id]
         if not isinstance(answer_ids, list) or not answer_ids or not all(isinstance(name, str) for name in answer_ids):
             raise _refused("msg_ids must be a list of answer ids", "msg_ids")
-        if unknown := next((name for name in answer_ids if name not in self._session_of_answer), None):
-            why = f"answer {unknown} is unknown: it is too old, or the server was restarted"
+        unknown = [name for name in answer_ids if name not in self._session_of_answer]
+        if unknown:
+            why = f"answer {unknown[0]} is unknown: it is too old, or the server was restarted"
             raise _refused(why, "msg_ids", 404)
         names = list(dict.fromkeys(self._session_of_answer[name] for name in answer_ids))
         if named and names != [named]:

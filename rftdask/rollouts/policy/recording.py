@@ -49,6 +49,12 @@ from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
 """Most model calls in one attempt: a workflow that never stops fails before it fills the memory."""
+
+
+class NoMoreCallsError(RuntimeError):
+    """The attempt has ended, or made too many calls."""
+
+
 _THOUGHTS_END = "</think>"
 Streamed: TypeAlias = Callable[[Sequence[str]], StreamedText]
 """Creates the StreamedText of an answer for its stop texts."""
@@ -243,8 +249,7 @@ class _RecordedModel(ModelHandle):
 class RecordingModel(_RecordedModel, PolicyHandle):
     """A `PolicyModel` for one attempt.
 
-    Its calls raise PromptTooLongError; RuntimeError: the attempt has ended or made too many calls; ValueError,
-    TypeError: invalid arguments.
+    Its calls raise PromptTooLongError; NoMoreCallsError; ValueError, TypeError: invalid arguments.
     """
 
     def __init__(
@@ -290,13 +295,13 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         return sequences
 
     def begin_call(self) -> contextlib.AbstractContextManager[None]:
-        """Count a call of any model and return its timer. Raises: RuntimeError: see the class."""
+        """Count a call of any model and return its timer. Raises: NoMoreCallsError."""
         if self._closed:
-            raise RuntimeError("this attempt at the rollout has ended; its model takes no more calls")
+            raise NoMoreCallsError("this attempt at the rollout has ended; its model takes no more calls")
         self._num_calls += 1
         # Auxiliary calls count as well, so that a loop that calls only a judge also ends.
         if self._num_calls > MAX_CALLS:
-            raise RuntimeError(f"this attempt has called its models more than {MAX_CALLS} times")
+            raise NoMoreCallsError(f"this attempt has called its models more than {MAX_CALLS} times")
         return self.timer("generate")
 
     def count_tokens(self, name: str, model: Served, body: Any) -> OpenAIAnswer:

@@ -5,8 +5,8 @@ same answer.
 
 import asyncio
 import io
-import itertools
 import json
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,6 @@ from tests.unit.serve.test_load_balancer import TalkingEngine
 from tests.unit.serve.test_sessions import CONFIG
 from tests.versions import needs_newer_transformers
 
-_numbers = itertools.count()
 ASKED: Any = [{"role": "user", "content": "hi"}]
 BASE = "http://served"
 
@@ -65,7 +64,7 @@ class Case:
     """A server in this process, without a socket."""
 
     def __init__(self, images: ImageProcessor | None = None, limits: ModelConfig = MODEL, **options: Any) -> None:
-        self.storage = open_storage(f"memory://server-{next(_numbers)}")
+        self.storage = open_storage(f"memory://server-{uuid.uuid4().hex}")
         self.bank = SessionStore(self.storage, open_log(self.storage, CONFIG), CONFIG, group_age_s=1e9)
         self.queue = Queue()
         tokenizer: Any = CharTokenizer()

@@ -187,6 +187,26 @@ def test_what_is_not_http_is_an_error_of_the_api() -> None:
     asyncio.run(check())
 
 
+@served()
+async def test_an_answer_id_of_no_characters_is_unknown(case: Case) -> None:
+    status, body = await case.feedback(reward=1, msg_ids=[""])
+    assert status == 404 and "is unknown" in body["error"]["message"]
+
+
+def test_a_session_with_too_many_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rftdask.rollouts.policy.recording.MAX_CALLS", 2)
+
+    @served()
+    async def check(case: Case) -> None:
+        asked = json.dumps({"messages": ASKED})
+        answers = [await case.post("/sessions/s/v1/chat/completions", asked) for _ in range(3)]
+        assert [status for status, _ in answers] == [200, 200, 409]
+        check_error(*answers[-1])
+        assert (await case.feedback(session_id="s", reward=1))[0] == 200, "what it did can be rewarded"
+
+    check()
+
+
 def least(schema: Mapping[str, Any]) -> Any:
     """The smallest value that a schema of the document accepts."""
     if "enum" in schema or "anyOf" in schema:
