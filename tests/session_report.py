@@ -1,4 +1,4 @@
-"""What a test session prints in addition to the lines of pytest: its size, late tests, and the file to attach."""
+"""Lines that a test session prints in addition to those of pytest: its size, late tests, the file to attach."""
 
 import hashlib
 import os
