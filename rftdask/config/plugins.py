@@ -208,6 +208,7 @@ def _import(module_name: str, subject: str) -> ModuleType:
 
 
 _INVALIDATE_TRIES = 10
+_PARSE_TRIES = 5
 
 
 def _install_adapters(module_name: str) -> None:
@@ -338,6 +339,18 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 
+def parse_python(source: str | bytes, mode: str = "exec") -> Any:
+    """Parse Python source like `ast.parse`, also while other threads parse.
+
+    Python 3.11 keeps the depth of its recursion per process, so that a thread that is interrupted by another one may
+    fail with SystemError.
+    """
+    for _ in range(_PARSE_TRIES - 1):
+        with contextlib.suppress(SystemError):
+            return ast.parse(source, mode=mode)
+    return ast.parse(source, mode=mode)
+
+
 def accepts(annotation: str, value: Any) -> bool:
     """True if a value fits a type as written in Python. Types that are not known here accept any value.
 
@@ -345,7 +358,7 @@ def accepts(annotation: str, value: Any) -> bool:
     (True, False, False)
     """
     try:
-        return _fits(ast.parse(annotation, mode="eval").body, value)
+        return _fits(parse_python(annotation, "eval").body, value)
     except SyntaxError:
         return True
 
@@ -482,7 +495,7 @@ def _read(
         return None, {}, {}
     if attribute not in (found := _definitions(file / "__init__.py" if file.is_dir() else file)):
         raise NotInstalledError(f"the installed {module.partition('.')[0]!r} has no {module}.{attribute}")
-    node = ast.parse(found[attribute]).body[0]
+    node = parse_python(found[attribute]).body[0]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return _read_arguments(node.args), {}, {}
     assert isinstance(node, ast.ClassDef)

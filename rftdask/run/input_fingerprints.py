@@ -31,7 +31,16 @@ from typing import Any
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.config import Config
 from rftdask.config.parts import named_parts
-from rftdask.config.plugins import MODULES, PLUGINS, SUBMITTED, find_part, is_own_code, module_of, plugin_folders
+from rftdask.config.plugins import (
+    MODULES,
+    PLUGINS,
+    SUBMITTED,
+    find_part,
+    is_own_code,
+    module_of,
+    parse_python,
+    plugin_folders,
+)
 from rftdask.data.hub import is_model_name, local_model
 from rftdask.errors import DamagedError, DataError, UserError
 from rftdask.run.run_folder import RUN_FILE, read_run
@@ -327,7 +336,7 @@ def find_sources(stage: Config, modules: Iterable[str]) -> dict[str, Path]:
 def _imports(name: str, file: Path) -> set[str]:
     """Names of modules that a source file may import, with their parent packages."""
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = parse_python(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return set()
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]

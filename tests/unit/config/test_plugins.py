@@ -1,5 +1,6 @@
 """Promises of the one rule by which a configuration names its parts, and of reading parts from their source."""
 
+import ast
 import importlib
 import sys
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rftdask.config.plugins import (
     bind_arguments,
     find_part,
     parameters_of,
+    parse_python,
 )
 from rftdask.errors import ConfigError, UserError
 from rftdask.monitor.trackers import NoTracker, make_tracker
@@ -37,6 +39,18 @@ def test_a_concurrent_import_by_another_thread_is_allowed(monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib, "invalidate_caches", invalidate_caches)
     plugins.load_plugin_folders(())
     assert outcomes == []
+
+
+def test_a_parse_that_another_thread_disturbs_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, errors = ast.parse, [SystemError("AST constructor recursion depth mismatch")] * 3
+
+    def disturbed(*args: object, **options: object) -> ast.Module:
+        if errors:
+            raise errors.pop()
+        return parse(*args, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+    assert accepts("int", 3) and isinstance(parse_python("a = 1"), ast.Module) and not errors
 
 
 def test_registered_names_come_before_plugins() -> None:
