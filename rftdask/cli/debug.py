@@ -31,6 +31,7 @@ from rftdask.engines.spec import engine_spec, sampling_params
 from rftdask.errors import DataError, UserError
 from rftdask.reports.lineage.trace import trace
 from rftdask.rollouts.runner import UnitOutcome, run_work_unit
+from rftdask.rollouts.try_workflow import rewards_of_truths
 from rftdask.rollouts.worker_state import WorkerCache, text_engine
 from rftdask.run.run_folder import open_run, record_config
 from rftdask.storage import open_storage
@@ -63,6 +64,8 @@ def debug(
     run_folder = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="rftdask-debug-"))
     say("loading the model", err=True)
     with Debugger(stage, run_folder, taskset, profile) as debugger:
+        if text := debugger.rewards_of_truths():
+            say(text, err=True)
         while True:
             is_last = once or not sys.stdin.isatty()
             try:
@@ -138,6 +141,10 @@ class Debugger:
             except BaseException:
                 self.close()
                 raise
+
+    def rewards_of_truths(self) -> str:
+        """Describe the rewards of the taskset's expected answers. "": it has none."""
+        return asyncio.run(rewards_of_truths(self._tasks, self._config.explorer))
 
     def try_task(self, index: int, rollouts: int) -> str:
         """Roll out row `index` of the taskset, and return the result as text.

@@ -80,6 +80,10 @@ def validate(
     if gpu:
         say(format_memory_report(checked, gpu))
         raise_shortages(gpu_shortages(stages, plan_machines(checked), gpu_bytes(gpu)))
+    if data and not missing:
+        from rftdask.driver.preflight import rewards_of_truths  # late: loads pyarrow
+
+        say("\n".join(["", *rewards_of_truths(stages)]))
 
 
 def estimate(

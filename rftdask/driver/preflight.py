@@ -37,10 +37,10 @@ from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageErr
 from rftdask.models.model_shape import check_folder
 from rftdask.models.tinker_service import require_key
 from rftdask.processes.zygote import TORCH, call
+from rftdask.rollouts import try_workflow
 from rftdask.rollouts.policy.remote_model import check_service
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
-from rftdask.rollouts.try_workflow import trial_problems
 from rftdask.rollouts.workflows.registry import find_workflow
 from rftdask.run.input_fingerprints import MODEL_FILES, Inputs
 from rftdask.storage import Storage, open_storage
@@ -153,6 +153,21 @@ def _check_auxiliary(stages: list[Config], problems: list[str]) -> None:
                     _check_model_folder(model.model_path or "", f"{path}.model_path")
 
 
+def rewards_of_truths(stages: list[Config]) -> list[str]:
+    """Return a line about the rewards of the expected answers of each taskset that is rolled out. The stages have been
+    checked by `check_inputs`.
+    """
+    lines = {}
+    with standing_in(stages) as stand_ins:
+        for stage in stand_ins:
+            source = stage.buffer.explorer_input
+            for config in (*source.train_tasksets, *source.eval_tasksets) if stage.has_explorer else ():
+                text = asyncio.run(try_workflow.rewards_of_truths(Taskset(config), stage.explorer))
+                if text:
+                    lines[config.name] = f"taskset {config.name}: {text}"
+    return list(lines.values())
+
+
 @contextmanager
 def _noted(problems: list[str], unchecked: list[str] | None = None) -> Iterator[None]:
     """Append the errors of the block to `problems`, so that the next check still runs.
@@ -208,7 +223,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
             # Each workflow and reward once, on the first row that names it. In a separate thread, because a notebook
             # has an event loop in this one.
             with ThreadPoolExecutor(1, "trial") as thread:
-                trial = thread.submit(lambda: asyncio.run(trial_problems(tasks, stage.explorer)))
+                trial = thread.submit(lambda: asyncio.run(try_workflow.trial_problems(tasks, stage.explorer)))
                 mistakes, imports, doubts = trial.result()
             problems += mistakes
             (problems if unchecked is None else unchecked).extend(imports)
