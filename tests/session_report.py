@@ -13,7 +13,7 @@ LOG = Path(__file__).parents[1] / "build/failed-tests.log"
 _LATE_S = 60.0
 _MANY = 100
 """Number of tests from which the size of the session is printed."""
-_CPU_S_PER_TEST = 0.05
+_CPU_S_PER_TEST = 0.09
 """CPU time of a test in `make test` on the machine below, imports included."""
 _CALIBRATION_S = 0.25
 """Time of `calibrate`'s computation on that machine, idle."""
