@@ -100,7 +100,7 @@ async def rewards_of_truths(taskset: Taskset, explorer: ExplorerConfig) -> str:
                 continue  # counted by `Taskset.check`
             if task.truth:
                 [first, *_] = await _attempt(task, partial(str, task.truth), limits, servers.of)
-                if first.status not in (Status.FAILED, Status.TIMEOUT):
+                if first.status not in (Status.FAILED, Status.TIMEOUT) and first.reward is not None:
                     rewarded[first.reward].append(task)
     if not rewarded:
         return ""
