@@ -346,6 +346,8 @@ def call(function: Callable[..., T], *args: Any, needs: Sequence[str] | None = N
     cannot be pickled. needs: see `ForkedProcess`.
     Returns, raises: what the function does.
     """
+    if needs and _started is not None and _started.is_running():
+        start_zygote(needs)  # otherwise each fork would import them
     address = os.environ.get(ZYGOTE_ADDRESS) if _started is None else _started.address
     if address is None:
         return function(*args)

@@ -167,6 +167,14 @@ def test_the_collector_ignores_the_imports_of_the_zygote(address: str) -> None:
     assert call(gc.isenabled) and call(gc.get_freeze_count) > 10_000
 
 
+def is_imported(name: str) -> bool:
+    return name in sys.modules
+
+
+def test_a_needed_module_is_imported_once_for_all_calls(address: str) -> None:
+    assert call(is_imported, "colorsys", needs=["colorsys"])
+
+
 def test_without_a_zygote_a_call_runs_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_started", None)
     assert call(broken, "returns") == os.getpid()
