@@ -259,6 +259,7 @@ def test_a_fork_has_the_umask_of_its_requester(address: str) -> None:
     assert call(module.umask) == module.umask() == before
 
 
+@pytest.mark.slow
 def test_a_tokenizer_comes_without_torch(tmp_path: Path) -> None:
     """The tokenizer equals that of transformers, which would import torch for seconds."""
     build_toy_model(tmp_path, seed=0)

@@ -207,6 +207,7 @@ def run_killed_at(storage: Storage, kill_at: int, **options: Any) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 1])
 def test_a_run_killed_at_any_write_ends_in_the_same_state(keep: int) -> None:
     expected = final_state(undisturbed(keep=keep))

@@ -20,6 +20,7 @@ from tests.versions import needs_newer_transformers
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.slow
 @needs_newer_transformers
 def test_videos_are_processed_exactly_as_by_transformers() -> None:
     path = os.pathsep.join([str(ROOT / "tests" / "stand_ins"), str(ROOT)])
