@@ -152,122 +152,112 @@ class Experiment:
         good.
         """
         began_s, storage = time.time(), open_storage(self.config.checkpoint_job_dir)
+        with contextlib.ExitStack() as held:
+            watch = held.enter_context(StallWatch())
+            watch.begin(lambda: "the check of the configuration, the code and the data")
+            stages, inputs, fingerprints, layout = self._plan(storage, progress, accept_changes)
+            # Up to here, only datasets of task pipelines were written; `check_inputs` has removed its probe. A second
+            # driver would take over the jobs of the first, and cancel them when its roles are refused.
+            held.enter_context(run_folder.private_files(storage, self.config))
+            held.enter_context(Lease(storage, driver_role(self.config)))
+            run_folder.record_run(storage, self.config)
+            run_folder.note_begin(storage)
+            logs = LogFolder(storage)
+            # Several explorers of one run have one file each, because only one process can rotate a file.
+            setup_logging(
+                "driver" + self.config.command_name.removeprefix(self.config.mode), self.config.log.level, logs.path
+            )
+            folders: list[StageReader] = []
+            status, error, model_path = "failed", "", ""
+            watch.begin(lambda: f"the start of cluster.type {self.config.cluster.type}")
+            try:
+                # Exited in reverse order: the cluster ends while Ctrl-C is still handled and the view still works.
+                with (
+                    ProgressView.create(progress) as view,
+                    _stopping_on_interrupt(self, view),
+                    start_cluster(self.config, layout, storage) as cluster,
+                ):
+                    for number, config in enumerate(stages):
+                        began = time.monotonic()
+                        # Model of the stage before. The config has it, so that run.json records it for a resume.
+                        config = replace(config, {"model.model_path": model_path}) if model_path else config
+                        stage_storage = open_storage(config.checkpoint_job_dir)
+                        config = run_folder.open_run(
+                            stage_storage,
+                            config,
+                            fingerprints[number].to_json(),
+                            layout.describe(),
+                            on_gpus=layout.trains_on_gpus,
+                        )
+                        copy_sources(stage_storage, fingerprints[number])
+                        contents = BackgroundHasher(
+                            stage_storage, config.mode, fingerprints[number], accept=accept_changes
+                        )
+                        observer = StageObserver(
+                            self, config, number, len(stages), stage_storage, cluster, view, contents, watch
+                        )
+                        stage = StageRun(
+                            config,
+                            stage_storage,
+                            cluster,
+                            layout,
+                            inputs[number].sizes,
+                            observer.on_event,
+                            observer.log_folder,
+                        )
+                        watch.begin(stage.waits_for)
+                        observer.show(stage.work, layout)
+                        self._stage = stage
+                        if self._stop_requested:
+                            stage.stop()  # the request came before the stage existed
+                        try:
+                            ended = _run_stage(stage, stage_storage) if self.config.stages else stage.run()
+                        finally:
+                            self._stage = None
+                            watch.begin(lambda: "the end of the cluster and the report")
+                            observer.close()
+                            # Also for a failed stage: the report shows its progress.
+                            folders.append(StageReader(config, stage_storage, time.monotonic() - began))
+                        if ended.stopped or self._stop_requested:
+                            status = "stopped"
+                            break
+                        if number + 1 < len(stages) and config.mode in ("both", "train"):
+                            model_path = _trained_model(stage_storage)
+                    else:
+                        status = "finished"
+                    # Set last, since a stop may come at any time; the cluster reads it in `close`.
+                    cluster.may_return = self._may_return or (status == "stopped" and cluster.comes_back())
+            # Also on Ctrl-C, because the files of the run record how it ended.
+            except BaseException as failure:
+                error = f"{type(failure).__name__}: {failure}"
+                raise
+            finally:
+                self._stop_requested = self._may_return = False
+                # A failed run also gets a report. If the disk is full, the error already says so.
+                with contextlib.suppress(*((StorageError,) if error else ())):
+                    run_folder.note_end(storage, status, error)
+                    if folders:
+                        self.summary = summarize(
+                            self.config, self.url, folders, status=status, began_s=began_s, error=error
+                        )
+                        write_report(storage.url, self.summary)
+                logs.close()
+            assert self.summary is not None
+            return self.summary
+
+    def _plan(
+        self, storage: Storage, progress: ViewKind, accept_changes: bool
+    ) -> tuple[list[Config], list[Inputs], list[InputFingerprints], Layout]:
         if open_storage(self.url).url != storage.url:
             parts = [part for part in (self.config.project, self.config.group, self.config.name) if part]
             raise UserError(f"{self.url} is read-only here; to continue it, move it to a folder .../{'/'.join(parts)}")
         stages = self.config.stage_configs()
-        with StallWatch() as watch:
-            watch.waits_for = lambda: "the check of the configuration, the code and the data"
-            # First, so that the fork servers import torch while this process checks the inputs.
-            self.prepare()
-            say = log.info if progress == "none" else lambda line: print(safe(line), file=sys.stderr)
-            inputs = self._check(stages, storage, say)
-            fingerprints = check_inputs_unchanged(stages, inputs, accept=accept_changes)
-            layout = plan_run(self.config, stages)
-            # Up to here, only datasets of task pipelines were written; `check_inputs` has removed its probe. A second
-            # driver would take over the jobs of the first, and cancel them when its roles are refused.
-            with run_folder.private_files(storage, self.config), Lease(storage, driver_role(self.config)):
-                return self._run_stages(
-                    stages, storage, inputs, fingerprints, layout, progress, began_s, accept_changes, watch
-                )
-
-    def _run_stages(
-        self,
-        stages: list[Config],
-        storage: Storage,
-        inputs: list[Inputs],
-        fingerprints: list[InputFingerprints],
-        layout: Layout,
-        progress: ViewKind,
-        began_s: float,
-        accept_changes: bool,
-        watch: StallWatch,
-    ) -> RunSummary:
-        run_folder.record_run(storage, self.config)
-        run_folder.note_begin(storage)
-        logs = LogFolder(storage)
-        # Several explorers of one run have one file each, because only one process can rotate a file.
-        setup_logging(
-            "driver" + self.config.command_name.removeprefix(self.config.mode), self.config.log.level, logs.path
-        )
-        folders: list[StageReader] = []
-        status, error, model_path = "failed", "", ""
-        watch.progress()
-        watch.waits_for = lambda: f"the start of cluster.type {self.config.cluster.type}"
-        try:
-            # Exited in reverse order: the cluster ends while Ctrl-C is still handled and the view still works.
-            with (
-                ProgressView.create(progress) as view,
-                _stopping_on_interrupt(self, view),
-                start_cluster(self.config, layout, storage) as cluster,
-            ):
-                for number, config in enumerate(stages):
-                    began = time.monotonic()
-                    # Model of the stage before. The config has it, so that run.json records it for a resume.
-                    config = replace(config, {"model.model_path": model_path}) if model_path else config
-                    stage_storage = open_storage(config.checkpoint_job_dir)
-                    config = run_folder.open_run(
-                        stage_storage,
-                        config,
-                        fingerprints[number].to_json(),
-                        layout.describe(),
-                        on_gpus=layout.trains_on_gpus,
-                    )
-                    copy_sources(stage_storage, fingerprints[number])
-                    contents = BackgroundHasher(stage_storage, config.mode, fingerprints[number], accept=accept_changes)
-                    observer = StageObserver(
-                        self, config, number, len(stages), stage_storage, cluster, view, contents, watch
-                    )
-                    stage = StageRun(
-                        config,
-                        stage_storage,
-                        cluster,
-                        layout,
-                        inputs[number].sizes,
-                        observer.on_event,
-                        observer.log_folder,
-                    )
-                    watch.progress()
-                    watch.waits_for = stage.waits_for
-                    observer.show(stage.work, layout)
-                    self._stage = stage
-                    if self._stop_requested:
-                        stage.stop()  # the request came before the stage existed
-                    try:
-                        ended = _run_stage(stage, stage_storage) if self.config.stages else stage.run()
-                    finally:
-                        self._stage = None
-                        watch.progress()
-                        watch.waits_for = lambda: "the end of the cluster and the report"
-                        observer.close()
-                        # Also for a failed stage: the report shows its progress.
-                        folders.append(StageReader(config, stage_storage, time.monotonic() - began))
-                    if ended.stopped or self._stop_requested:
-                        status = "stopped"
-                        break
-                    if number + 1 < len(stages) and config.mode in ("both", "train"):
-                        model_path = _trained_model(stage_storage)
-                else:
-                    status = "finished"
-                # Set last, since a stop may come at any time; the cluster reads it in `close`.
-                cluster.may_return = self._may_return or (status == "stopped" and cluster.comes_back())
-        # Also on Ctrl-C, because the files of the run record how it ended.
-        except BaseException as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            raise
-        finally:
-            self._stop_requested = self._may_return = False
-            # A failed run also gets a report. If the disk is full, the error already says so.
-            with contextlib.suppress(*((StorageError,) if error else ())):
-                run_folder.note_end(storage, status, error)
-                if folders:
-                    self.summary = summarize(
-                        self.config, self.url, folders, status=status, began_s=began_s, error=error
-                    )
-                    write_report(storage.url, self.summary)
-            logs.close()
-        assert self.summary is not None
-        return self.summary
+        # First, so that the fork servers import torch while this process checks the inputs.
+        self.prepare()
+        say = log.info if progress == "none" else lambda line: print(safe(line), file=sys.stderr)
+        inputs = self._check(stages, storage, say)
+        fingerprints = check_inputs_unchanged(stages, inputs, accept=accept_changes)
+        return stages, inputs, fingerprints, plan_run(self.config, stages)
 
     def _check(self, stages: list[Config], storage: Storage, say: Callable[[str], None]) -> list[Inputs]:
         """Check what the stages read and where they write, and run the task pipelines that make their datasets."""

@@ -24,23 +24,23 @@ class StallWatch:
 
     Example:
         with StallWatch() as watch:
-            watch.waits_for = lambda: "the start of the cluster"
-            watch.progress()
+            watch.begin(lambda: "the start of the cluster")
     """
-
-    waits_for: Callable[[], str]
-    """Returns what the run waits for, as a noun. Called in the thread of the watch."""
 
     def __init__(self, quiet_s: float = QUIET_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._quiet_s, self._clock = quiet_s, clock
         self._ended = threading.Event()
         # A thread, because the one that it watches may hang.
         self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
-        self.waits_for = lambda: "the start of the run"
+        self.begin(lambda: "the start of the run")
+
+    def begin(self, waits_for: Callable[[], str]) -> None:
+        """Begin a part of the run. waits_for: returns, in the thread of the watch, a noun for what the part waits for."""
+        self._waits_for = waits_for
         self.progress()
 
     def progress(self) -> None:
-        """Restart the time. Call it when a step, an evaluation or a part of the start has ended."""
+        """Restart the time. Call it when a step or an evaluation has ended."""
         self._since = self._clock()
         self._report_after_s = self._quiet_s
 
@@ -51,7 +51,7 @@ class StallWatch:
             return
         self._report_after_s = 2 * quiet_s
         try:
-            waits_for = self.waits_for()
+            waits_for = self._waits_for()
         except Exception as error:  # the run changes while the watch looks at it
             waits_for = f"something unknown ({type(error).__name__}: {error})"
         log.warning("no progress for %s: the run waits for %s", duration(quiet_s), waits_for)

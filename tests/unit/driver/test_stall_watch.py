@@ -24,7 +24,7 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_report_comes_after_a_minute_then_less_often(
     watch: StallWatch, now: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch.waits_for = lambda: "two workers to join"
+    watch.begin(lambda: "two workers to join")
     times = []
     for second in range(500):
         now[0] = 1000.0 + second
@@ -59,7 +59,7 @@ def test_an_error_in_the_description_is_reported(
     def changed() -> str:
         raise RuntimeError("dictionary changed size")
 
-    watch.waits_for = changed
+    watch.begin(changed)
     now[0] += QUIET_S
     watch.report_if_due()
     assert "RuntimeError: dictionary changed size" in reports(caplog)[0]
