@@ -35,7 +35,7 @@ class StallWatch:
         self.begin(lambda: "the start of the run")
 
     def begin(self, waits_for: Callable[[], str]) -> None:
-        """Begin a part of the run. waits_for: returns, in the thread of the watch, a noun for what the part waits for."""
+        """Begin a part of the run. waits_for: returns what it waits for, as a noun, in the thread of the watch."""
         self._waits_for = waits_for
         self.progress()
 
