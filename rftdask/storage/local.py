@@ -233,8 +233,15 @@ class LocalStorage(Storage):
         """As `put`, with link(2) instead of the rename: the file system picks one winner."""
         return self._write("put_new", path, data)
 
-    def get(self, path: str, *part: int) -> bytes:
+    def get(self, path: str) -> bytes:
         """See Storage. A file that is replaced meanwhile is read whole: the descriptor keeps the opened one."""
+        return self._get(path)
+
+    def get_part(self, path: str, start: int, stop: int) -> bytes:
+        """See Storage. Reads no other bytes."""
+        return self._get(path, start, max(0, stop - start))
+
+    def _get(self, path: str, *part: int) -> bytes:
         target = self._at(path)
 
         def read() -> bytes:
@@ -244,10 +251,6 @@ class LocalStorage(Storage):
                 raise NotFoundError(f"{target} does not exist") from error
 
         return self._call("get", target, read)
-
-    def get_part(self, path: str, start: int, stop: int) -> bytes:
-        """See Storage. Reads no other bytes."""
-        return self.get(path, start, max(0, stop - start))
 
     def list(self, folder: str = "") -> list[str]:
         """See Storage. Temporary files of live and dead writers are omitted."""

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rftdask import errors
 from rftdask.errors import RftError, RoleError
 from rftdask.processes.ranks import Ranks
 from rftdask.storage.base import Data
@@ -261,9 +262,18 @@ class SavedTensors:
                 items.append((needed, _Target(to_part[tuple(to_box)], dtype, sizes, box)))
         # Those of the cached file first.
         items.sort(key=lambda item: (item[0][0] != self._cached[0], item[0]))
-        for number, at, data in self._read_ranges([needed for needed, _ in items]):
-            items[number][1].write(at, data)
+        error: RftError | None = None
+        try:
+            for number, at, data in self._read_ranges([needed for needed, _ in items]):
+                items[number][1].write(at, data)
+        except RftError as raised:
+            error = raised
         self._cached = ("", b"")
+        # All ranks raise the error of the lowest failed rank, for which they would wait in their next call.
+        failures = self._ranks.all_gather(None if error is None else [type(error).__name__, str(error)])
+        if first := next(filter(None, failures), None):
+            kind, text = first
+            raise getattr(errors, kind, RoleError)(text) from error
 
     def _read_ranges(self, ranges: Sequence[_Range]) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield (number of the range, offset in it, bytes) in any order until all ranges are covered. Called by all
