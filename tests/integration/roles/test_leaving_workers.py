@@ -55,7 +55,17 @@ def start_worker(client: Client, folder: Path) -> psutil.Popen:
         where.write_text(json.dumps({"address": client.scheduler.address}))
     own = ["--scheduler-file", str(where), "--name", "explorer", "--death-timeout", f"{DEADLINE_S:.0f}"]
     options = ["--imports", "rftdask.engines.fake", "--nthreads", "1", "--no-dashboard", "--memory-limit", "0"]
-    command = [sys.executable, "-m", "rftdask.cluster.join", *own, *options, "--preload", MODULE, "--preload-nanny", MODULE]
+    command = [
+        sys.executable,
+        "-m",
+        "rftdask.cluster.join",
+        *own,
+        *options,
+        "--preload",
+        MODULE,
+        "--preload-nanny",
+        MODULE,
+    ]
     joined = psutil.Popen([*command, "--local-directory", str(folder)], stderr=subprocess.DEVNULL)
     client.wait_for_workers(1, timeout=DEADLINE_S)
     return joined
