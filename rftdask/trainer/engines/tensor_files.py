@@ -271,8 +271,7 @@ class SavedTensors:
         self._cached = ("", b"")
         # All ranks raise the error of the lowest failed rank, for which they would wait in their next call.
         failures = self._ranks.all_gather(None if error is None else [type(error).__name__, str(error)])
-        if first := next(filter(None, failures), None):
-            kind, text = first
+        for kind, text in filter(None, failures):
             raise getattr(errors, kind, RoleError)(text) from error
 
     def _read_ranges(self, ranges: Sequence[_Range]) -> Iterator[tuple[int, int, np.ndarray]]:
