@@ -55,7 +55,7 @@ test-oldest:
 
 N ?= 20
 steady: $(STAMP)
-	$(BIN)/python -m tests.steady $(N)
+	$(BIN)/python -m tests.steady $(N) $(PARALLEL)
 
 robustness: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "robustness and not slow" --durations=10

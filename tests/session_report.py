@@ -13,14 +13,14 @@ LOG = Path(__file__).parents[1] / "build/failed-tests.log"
 _LATE_S = 60.0
 _MANY = 100
 """Number of tests from which the size of the session is printed."""
-_CPU_S_PER_TEST = 0.09
-"""CPU time of a test in `make test` on the machine below, imports included."""
+_CPU_S_PER_TEST = 0.055
+"""CPU time of a test in `make test` on the reference machine, imports included."""
 _CALIBRATION_S = 0.25
-"""Time of `calibrate`'s computation on that machine, idle."""
+"""Time of the computation of `calibrate` on the reference machine, while the processes of xdist start."""
 
 
 def calibrate() -> float:
-    """Return how many times slower than the reference this machine is now, with its load."""
+    """Return how many times slower than the reference machine this one is now, with its load."""
     began = time.perf_counter()
     for _ in range(8):
         hashlib.pbkdf2_hmac("sha256", b"rftdask", b"calibration", 50_000)

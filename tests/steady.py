@@ -1,8 +1,8 @@
 """Runs the fast tests many times on a busy machine, and reports every test that failed: make steady N=20.
 
 Each round has another order of the files and another load: 0 to 6 busy loops, low priority, a disk whose fsync is slow,
-fewer CPUs. The results are appended to build/steady.jsonl, so that an interrupted command continues; the table is for
-CONTRIBUTING.md.
+fewer CPUs. The results are appended to build/steady.jsonl, so that an interrupted command continues; remove the file to
+begin again. The table is for CONTRIBUTING.md.
 """
 
 import json
@@ -45,7 +45,9 @@ class Load:
 
 @contextmanager
 def busy(num_loops: int) -> Iterator[None]:
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_loops)]
+    # A loop ends with this process, however that ends.
+    code = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(num_loops)]
     try:
         yield
     finally:
@@ -54,12 +56,14 @@ def busy(num_loops: int) -> Iterator[None]:
             loop.wait()
 
 
-def run(load: Load) -> dict[str, str]:
-    """Run the fast tests once. Returns: the reason by failed test; {"the session": reason} if it did not end well."""
+def run(load: Load, parallel: list[str]) -> dict[str, str]:
+    """Run the fast tests once. parallel: options of pytest-xdist.
+
+    Returns: the reason by failed test; {"the session": reason} if it did not end well.
+    """
     report = ROOT / "build/steady.xml"
     report.unlink(missing_ok=True)
     environment = {**os.environ, "RFTDASK_TEST_ORDER": str(load.order), "RFTDASK_TEST_FSYNC_S": str(load.fsync_s)}
-    parallel = ["-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
     command = ["nice", "-n", str(load.nice), sys.executable, "-m", "pytest", "-q", *parallel, f"--junitxml={report}"]
     cpus = sorted(os.sched_getaffinity(0))
     with busy(load.busy_loops):
@@ -96,7 +100,7 @@ def main() -> int:
     for number in range(done, wanted):
         load, began = Load.of(number), time.monotonic()
         print(f"==> round {number + 1} of {wanted}: {load}", flush=True)
-        result = {**asdict(load), "failed": run(load), "seconds": round(time.monotonic() - began)}
+        result = {**asdict(load), "failed": run(load, sys.argv[2:]), "seconds": round(time.monotonic() - began)}
         with RESULTS.open("a") as file:
             file.write(json.dumps(result) + "\n")
     print(table())

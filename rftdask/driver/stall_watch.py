@@ -8,12 +8,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 
 from rftdask.monitor.progress import duration
 
 QUIET_S = 60.0
-"""Seconds without progress before the first report; each further report comes after twice the time."""
+"""Seconds without progress before the first report. Each further report comes after twice the time of the last."""
 _POLL_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class StallWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
 
 
