@@ -11,7 +11,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -154,17 +154,20 @@ def _check_auxiliary(stages: list[Config], problems: list[str]) -> None:
 
 
 def rewards_of_truths(stages: list[Config]) -> list[str]:
-    """Return a line about the rewards of the expected answers of each taskset that is rolled out. The stages have been
-    checked by `check_inputs`.
+    """Return a line about the rewards of the expected answers of each taskset that is rolled out.
+
+    The stages have been checked by `check_inputs`. No line about a taskset whose plug-ins need packages that only the
+    machines of the run have.
     """
     lines = {}
     with standing_in(stages) as stand_ins:
         for stage in stand_ins:
             source = stage.buffer.explorer_input
             for config in (*source.train_tasksets, *source.eval_tasksets) if stage.has_explorer else ():
-                text = asyncio.run(try_workflow.rewards_of_truths(Taskset(config), stage.explorer))
-                if text:
-                    lines[config.name] = f"taskset {config.name}: {text}"
+                with suppress(NotInstalledError):  # `check_inputs` has warned about it
+                    text = asyncio.run(try_workflow.rewards_of_truths(Taskset(config), stage.explorer))
+                    if text:
+                        lines[config.name] = f"taskset {config.name}: {text}"
     return list(lines.values())
 
 

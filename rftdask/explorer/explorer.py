@@ -282,7 +282,8 @@ class Explorer:
         """Return what the loop waits for, as text for the user. Called in any thread."""
         if not self._warm:
             return "an explorer worker to join"
-        under_way = sorted(self._under_way.values(), key=lambda submitted: submitted.sent_s)
+        # `list` copies in one step, because the loop's thread changes the dict meanwhile.
+        under_way = sorted(list(self._under_way.values()), key=lambda submitted: submitted.sent_s)
         if under_way:
             unit, age_s = under_way[0].unit, time.monotonic() - under_way[0].sent_s
             oldest = f"{unit.folder} {unit.explore_step}.{unit.unit_index}"
@@ -290,7 +291,7 @@ class Explorer:
             needs = min(submitted.unit.weights.version for submitted in under_way)
             return f"{text}, which need policy version {needs}" if needs > self._newest else text
         if self._warming:
-            return f"engines to start on {', '.join(self._warming)}"
+            return f"engines to start on {', '.join(list(self._warming))}"
         step = self._complete + 1
         if step > self._num_steps:
             return "the trainer to end, or evaluations"

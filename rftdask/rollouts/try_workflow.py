@@ -85,7 +85,7 @@ async def rewards_of_truths(taskset: Taskset, explorer: ExplorerConfig) -> str:
     """Roll out up to 100 rows of a taskset, each with its expected answer as the reply of the policy, and describe the
     rewards. "": no row has an expected answer, or all rollouts failed. Takes at most 30 s and the last rollout.
 
-    Example: "reward of the expected answer: 1 on 103 rows, 0 on 97, for example row 12: '5 km'; is the reward
+    Example: "reward of the expected answer: 1 on 53 rows, 0 on 47 rows, for example row 12: '5 km'; is the reward
     wrong for such answers?"
     """
     limits = explorer.model_copy(update={"max_timeout": min(explorer.max_timeout, TRIAL_TIMEOUT_S)})
@@ -106,7 +106,8 @@ async def rewards_of_truths(taskset: Taskset, explorer: ExplorerConfig) -> str:
         return ""
     rewards = sorted(rewarded, reverse=True)
     shown = rewards if len(rewards) <= 3 else [rewards[0], rewards[1], rewards[-1]]
-    counts = ", ".join(f"{reward:g} on {len(rewarded[reward])} rows" for reward in shown)
+    rows = {reward: f"{len(tasks)} row{'s' * (len(tasks) > 1)}" for reward, tasks in rewarded.items()}
+    counts = ", ".join(f"{reward:g} on {rows[reward]}" for reward in shown)
     others = f", others on {sum(len(rewarded[reward]) for reward in rewards[2:-1])}" * (len(rewards) > 3)
     worst = rewarded[rewards[-1]][0]
     example = f", for example row {worst.index}: {worst.truth!r:.80}; is the reward wrong for such answers?"

@@ -34,8 +34,8 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
 
 
 QUESTION = "; is the reward wrong for such answers?"
-SOME = "1 on 2 rows, 0 on 1 rows, for example row 1: '5 km'" + QUESTION
-MANY = "0.4 on 1 rows, 0.3 on 1 rows, 0.1 on 1 rows, others on 1, for example row 0: 'a'" + QUESTION
+SOME = "1 on 2 rows, 0 on 1 row, for example row 1: '5 km'" + QUESTION
+MANY = "0.4 on 1 row, 0.3 on 1 row, 0.1 on 1 row, others on 1, for example row 0: 'a'" + QUESTION
 
 
 @pytest.mark.parametrize(
