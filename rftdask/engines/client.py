@@ -354,13 +354,15 @@ class EngineClient(AskedEngine):
     def _read(self) -> None:
         while True:
             try:
-                message = server.FROM_SERVER.decode(self._child.receive(LOAD_TIMEOUT_S))
+                self._take(server.FROM_SERVER.decode(self._child.receive(LOAD_TIMEOUT_S)))
             except WaitTimeout:
                 continue  # callers have deadlines
             except RftError as error:
                 self._fail(self._blamed(error))
                 return
-            self._take(message)
+            except Exception as error:  # otherwise the engine would be alive and nobody would get its answers
+                self._fail(RoleError(f"{self}: cannot take its answer: {type(error).__name__}: {error}"))
+                return
 
     def _blamed(self, error: RftError) -> RftError:
         # Error of the process that records whether a task may be the cause: only if it was lost while working.

@@ -70,16 +70,14 @@ FROM_WORKER: Codec[FromWorker] = Codec(Ready, Generated, Scored, Loaded, NotLoad
 
 async def _write(comm: Comm, outbox: asyncio.Queue[list[Any]]) -> None:
     try:
-        while True:
-            messages = [await outbox.get()]
-            while not outbox.empty():
-                messages.append(outbox.get_nowait())
-            await comm.write(messages)
-    except OSError:
-        return  # Dask's connection is broken; the reader gets the error as well
-    except Exception:
+        with suppress(OSError):  # Dask's connection is broken
+            while True:
+                messages = [await outbox.get()]
+                while not outbox.empty():
+                    messages.append(outbox.get_nowait())
+                await comm.write(messages)
+    finally:
         comm.abort()  # the reader fails: nobody would send its requests
-        raise
 
 
 # ---- client
@@ -327,7 +325,7 @@ class RemoteEngineServer:
             engine.load(self._storage, published)
         except StorageError as error:
             self._tell(NotLoaded(message.number, str(error)))
-        except RftError as error:  # after which an engine must not be used
-            self.end(error)
+        except Exception as error:  # after which an engine must not be used; otherwise a bug would end only this thread
+            self.end(error if isinstance(error, RftError) else RftError(f"{type(error).__name__}: {error}"))
         else:
             self._tell(Loaded(message.number, message.version))

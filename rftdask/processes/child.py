@@ -165,10 +165,12 @@ class Child:
 
     def _pump(self) -> None:
         assert self._process.stdout is not None
-        with contextlib.suppress(OSError, ValueError), self._process.stdout as stream:
-            for message in _messages(stream):
-                self._messages.put(message)
-        self._messages.put(None)
+        try:
+            with contextlib.suppress(OSError, ValueError), self._process.stdout as stream:
+                for message in _messages(stream):
+                    self._messages.put(message)
+        finally:
+            self._messages.put(None)
 
     def _failure(self, kind: str, text: str, traceback: str) -> RftError:
         """The child's error: an instance of our error classes, or a RoleError with the traceback."""

@@ -322,6 +322,23 @@ def test_an_invalid_request_fails_all_with_the_engine_error(client: EngineClient
     assert not client.alive()
 
 
+def fail(tokens: Sequence[int]) -> None:
+    raise KeyError(tokens)
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (replace(request(), sampling=SamplingParams(3, stop=("\ud800",))), "cannot send a request: UnicodeEncodeError"),
+        (replace(request(), on_tokens=fail), "cannot take its answer: KeyError"),
+    ],
+)
+def test_a_thread_that_ends_takes_its_engine_with_it(client: EngineClient, bad: GenerateRequest, why: str) -> None:
+    error = client.submit([bad])[0].exception(DEADLINE_S)
+    assert isinstance(error, RoleError) and why in str(error)
+    assert not client.alive()
+
+
 def test_a_hung_process_is_noticed_and_can_be_closed() -> None:
     client = slow_client(0.0)
     os.kill(client._child.pid, signal.SIGSTOP)

@@ -87,6 +87,23 @@ def test_an_engine_of_a_lost_worker_fails_its_calls() -> None:
     asyncio.run(asyncio.wait_for(within(), 20))
 
 
+@pytest.mark.parametrize("error", [OSError, KeyError])
+def test_an_engine_is_lost_if_nothing_can_be_sent(error: type[Exception]) -> None:
+    async def within() -> None:
+        engine = await said(Ready())
+
+        async def fail(message: Any) -> None:
+            raise error
+
+        engine._comm.write = fail  # type: ignore[method-assign]
+        [asked] = engine.submit([ASKED])
+        with pytest.raises(ProcessLostError):
+            await asyncio.wrap_future(asked)
+        assert not engine.alive()
+
+    asyncio.run(asyncio.wait_for(within(), 20))
+
+
 def test_a_worker_without_an_engine_is_retried_later() -> None:
     async def within() -> None:
         opened = []
