@@ -11,8 +11,11 @@ from typing import Any
 from rftdask.rollouts.policy.openai_api import MAX_CHOICES, NUMBERS
 
 _TEXT = {"type": "string"}
-_TEXTS = {"type": "array", "items": _TEXT}
-_ID = {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,100}$"}
+_SOME_TEXT = {"type": "string", "minLength": 1}
+_TEXTS = {"type": "array", "items": _SOME_TEXT}
+SESSION_ID = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"
+"""Regular expression of the names of sessions, which are also names of files."""
+_ID = {"type": "string", "pattern": f"^{SESSION_ID}$"}
 _COUNT = {"type": "integer", "minimum": 1, "maximum": 2**31}
 
 
@@ -30,27 +33,25 @@ def _numbers(*names: str) -> dict[str, Any]:
     }
 
 
-def _messages(*roles: str) -> dict[str, Any]:
-    message = _object("role", "content", role={"enum": list(roles)}, content=_TEXT)
-    return {"type": "array", "minItems": 1, "items": message}
-
-
+# The chat template decides which roles exist.
+_MESSAGES = {"type": "array", "minItems": 1, "items": _object("role", "content", role=_TEXT, content=_TEXT)}
 _SHARED = {"model": _TEXT, "stream": {"type": "boolean"}, "session_id": _ID}
 _OPENAI = {
     **_SHARED,
     **_numbers(),
     "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
-    "stop": {"anyOf": [_TEXT, _TEXTS]},
+    "stop": {"anyOf": [_SOME_TEXT, _TEXTS]},
     "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**64},
 }
-_CHAT = _object("messages", messages=_messages("system", "user", "assistant"), **_OPENAI)
-_CLAUDE = {"messages": _messages("user", "assistant"), "system": _TEXT, **_SHARED, **_numbers("top_p", "top_k")}
+_CHAT = _object("messages", messages=_MESSAGES, **_OPENAI)
+_CLAUDE = {"messages": _MESSAGES, "system": _TEXT, **_SHARED, **_numbers("top_p", "top_k")}
 _RESPONSES = _object(
     "input", input=_TEXT, instructions=_TEXT, max_output_tokens=_COUNT, **_SHARED, **_numbers("temperature", "top_p")
 )
+_METRICS = {"type": "object", "additionalProperties": {"type": "number"}}
 _BODIES = {
     "/v1/chat/completions": ("Answer a chat", _CHAT),
-    "/v1/completions": ("Complete a text", _object("prompt", prompt={"anyOf": [_TEXT, _TEXTS]}, **_OPENAI)),
+    "/v1/completions": ("Complete a text", _object("prompt", prompt={"anyOf": [_SOME_TEXT, _TEXTS]}, **_OPENAI)),
     "/v1/responses": ("Answer a chat, in the form of OpenAI's Responses API", _RESPONSES),
     "/v1/messages": (
         "Answer a chat, in the form of Anthropic's API",
@@ -60,7 +61,7 @@ _BODIES = {
     "/sessions": ("Open a session", _object(task_id=_TEXT)),
     "/feedback": (
         "End a session, or the sessions of some answers, with a reward",
-        _object("reward", reward={"type": "number"}, session_id=_ID, msg_ids=_TEXTS, task_id=_TEXT, metrics=_object()),
+        _object("reward", reward={"type": "number"}, session_id=_ID, msg_ids=_TEXTS, task_id=_TEXT, metrics=_METRICS),
     ),
     "/commit": ("Store incomplete groups now", None),
 }
@@ -74,11 +75,12 @@ _READS = {
 def document() -> dict[str, Any]:
     """Return the document. The routes below /v1 also exist below /sessions/{session}."""
     paths: dict[str, Any] = {path: {"get": _operation(text)} for path, text in _READS.items()}
+    paths["/health"]["get"]["security"] = []
     paths["/v1/models/{name}"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _TEXT}]
     for path, (text, body) in _BODIES.items():
         paths[path] = {"post": _operation(text)}
         if body is not None:
-            paths[path]["post"]["requestBody"] = {"required": True, "content": _json(body)}
+            paths[path]["post"]["requestBody"] = {"required": bool(body["required"]), "content": _json(body)}
     session = {"name": "session", "in": "path", "required": True, "schema": _ID}
     for path in [path for path in paths if path.startswith("/v1/")]:
         copy = {**paths[path], "parameters": [*paths[path].get("parameters", ()), session]}

@@ -59,7 +59,7 @@ from rftdask.run.lease import Lease
 from rftdask.run.run_folder import open_run, private_files
 from rftdask.serve.engines import EnginePool, LocalEngines
 from rftdask.serve.load_balancer import MAX_UNSIZED, FullError, LoadBalancer, NoEngineError
-from rftdask.serve.openapi import document
+from rftdask.serve.openapi import SESSION_ID, document
 from rftdask.serve.sessions import TASKSET, RewardedSession, SessionStore, one_rollout
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.checked_json import parse_portable
@@ -69,7 +69,10 @@ log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "RFTDASK_SERVE_TOKEN"
 """Environment variable that holds the access token. Unset: each start generates a new one."""
-_SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_SESSION_ID = re.compile(SESSION_ID)
+_WRONG_ID = refusal(
+    "session_id must be 1 to 100 letters, digits, dots, hyphens or underscores, the first not a dot", "session_id"
+)
 _RETRY_AFTER_S = 1
 _POLL_INTERVAL_S = 0.2
 """Seconds between polls for complete groups, new weights, and engines that come and go."""
@@ -184,6 +187,8 @@ class PolicyServer:
         key = key_in(request)
         named = str(request.path_params.get("session") or request.headers.get("x-session-id") or "")
         if hmac.compare_digest(key.encode(), self._token.encode()):
+            if named and not _SESSION_ID.fullmatch(named):
+                raise _Refused(_WRONG_ID)
             return named
         session = key.rpartition(".")[0]
         # A session's key is valid only for that session, whatever else the request names.
@@ -217,11 +222,12 @@ class PolicyServer:
         on_text: OnText | None,
     ) -> OpenAIAnswer:
         """Answer a request of a session; the session's id is added to `headers` before any text is streamed."""
-        if not session_id and isinstance(body, Mapping) and isinstance(body.get("session_id"), str):
-            session_id = body["session_id"]
-        session_id = session_id or secrets.token_hex(8)
-        if not _SESSION_ID.fullmatch(session_id):
-            return refusal("session_id must be 1 to 100 letters, digits, dots, hyphens or underscores", "session_id")
+        if not session_id and isinstance(body, Mapping) and (named := body.get("session_id")) is not None:
+            session_id = named
+        else:
+            session_id = session_id or secrets.token_hex(8)
+        if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
+            return _WRONG_ID
         limit = self._options.max_concurrent
         if limit is not None and self._num_running >= limit:
             return _busy(f"the server has its limit of {limit} concurrent requests; try again later")

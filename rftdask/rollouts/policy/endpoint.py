@@ -168,8 +168,11 @@ def web_server(app: Starlette, **options: Any) -> Server:
         def send_400_response(self, msg: str) -> None:  # in OpenAI's form
             body = json.dumps(refusal(msg).body).encode()
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
-            if self.cycle is None or self.cycle.response_complete:  # else it would be part of another response
+            cycle = self.cycle
+            if cycle is None or cycle.response_complete or not cycle.response_started:  # else it would be part of that
                 self.transport.write(f"HTTP/1.1 400 Bad Request\r\n{head}\r\n\r\n".encode() + body)
+                if cycle is not None:
+                    cycle.disconnected = True  # it sends no second response
             self.transport.close()
 
     class QuietServer(Server):
@@ -254,11 +257,17 @@ def _streamed_response(
 
 async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
     """Return the body of a request, whether or not it states its length; None: it is longer than `max_bytes`."""
+    from starlette.exceptions import HTTPException  # late: see above
+    from starlette.requests import ClientDisconnect
+
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > max_bytes:
-            return None
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > max_bytes:
+                return None
+    except ClientDisconnect:  # otherwise it would be logged as an error of the server
+        raise HTTPException(_CLIENT_CLOSED, "the client has disconnected") from None
     return bytes(data)
 
 

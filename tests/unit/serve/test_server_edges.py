@@ -169,22 +169,53 @@ async def test_feedback_with_null_ids_is_answered(case: Case) -> None:
     assert (await case.feedback(session_id="s", reward=1, msg_ids=None))[0] == 200
 
 
-def test_what_is_not_http_is_an_error_of_the_api() -> None:
-    async def check() -> None:
+def sent_to_a_socket(data: bytes) -> bytes:
+    """Send bytes to a server, and the end if they begin a body that is cut. Returns: all that it sends."""
+
+    async def send() -> bytes:
         web = web_server(Case().server.app(), port=0)
         serving = asyncio.create_task(web.serve())
         while not web.started:
             await asyncio.sleep(0)
         reader, writer = await asyncio.open_connection(*web.servers[0].sockets[0].getsockname()[:2])
-        writer.write(b"nonsense\r\n\r\n")
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 400")
-        check_error(400, json.loads(body))
+        writer.write(data)
+        if b"Content-Length" in data:
+            writer.write_eof()
+        received = await reader.read()
         writer.close()
         web.should_exit = True
         await serving
+        return received
 
-    asyncio.run(check())
+    return asyncio.run(send())
+
+
+HEAD = b"POST /feedback HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer token\r\n"
+
+
+@pytest.mark.parametrize("data", [b"nonsense\r\n\r\n", HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n"])
+def test_what_is_not_http_is_an_error_of_the_api(data: bytes) -> None:
+    head, _, body = sent_to_a_socket(data).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    check_error(400, json.loads(body))
+
+
+def test_a_client_that_leaves_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    assert sent_to_a_socket(HEAD + b"Content-Length: 9\r\n\r\n{}") == b""
+    assert caplog.records == []
+
+
+@served()
+async def test_a_session_id_of_another_type_is_refused(case: Case) -> None:
+    asked = json.dumps({"messages": ASKED})
+    for wrong in (0, 5, False, [], {"a": 1}, "", ".a", "a/b", "a" * 101):
+        answer = await case.post("/v1/chat/completions", json.dumps({"messages": ASKED, "session_id": wrong}))
+        check_error(*answer)
+        assert answer[1]["error"]["param"] == "session_id"
+    for method, path in (("POST", "/sessions/.a/v1/chat/completions"), ("GET", "/sessions/%C3%91/v1/models")):
+        reply = await case.http.request(method, path, content=asked, headers={"Authorization": "Bearer token"})
+        check_error(reply.status_code, reply.json())
+    assert case.queue.num_asked == 0
 
 
 @served()
@@ -212,7 +243,7 @@ def least(schema: Mapping[str, Any]) -> Any:
     if "enum" in schema or "anyOf" in schema:
         return schema["enum"][0] if "enum" in schema else least(schema["anyOf"][0])
     if schema["type"] == "object":
-        return {name: least(schema["properties"][name]) for name in schema["required"]}
+        return {name: least(schema["properties"][name]) for name in schema.get("required", ())}
     if schema["type"] == "array":
         return [least(schema["items"])]
     return {"string": "x", "number": schema.get("minimum", 1), "integer": schema.get("minimum", 1), "boolean": True}[
