@@ -70,7 +70,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "salloc": SLURM,
     },
     "docs/studio.md": {"rftdask studio": SERVES, "rftdask view": SERVES},
-    "docs/trackers.md": {"rftdask track": "tests/unit/monitor/test_trackers.py"},
+    "docs/trackers.md": {"rftdask track": "tests/unit/monitor/test_trackers_packages.py"},
     "docs/troubleshooting.md": {"rftdask studio": SERVES},
     "docs/workflows.md": {
         "<python>": "tests/unit/rollouts/workflows/test_workflows_page.py",

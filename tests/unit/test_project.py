@@ -230,6 +230,25 @@ def test_every_test_file_has_a_name_of_its_own():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def late_marks(folder: Path) -> list[str]:
+    """Lines below the first test of a file that mark or skip all of its tests, also those above."""
+    found = []
+    for path in sorted(folder.rglob("test_*.py")):
+        has_tests = False
+        for node in parse(path.read_text()).body:
+            has_tests |= getattr(node, "name", "").lower().startswith("test")
+            if has_tests and re.match(r"pytestmark =|pytest\.importorskip", ast.unparse(node)):
+                found.append(f"{path.name}:{node.lineno}")
+    return found
+
+
+def test_marks_of_a_test_file_precede_its_tests(tmp_path):
+    assert late_marks(ROOT / "tests") == []
+    marked = "pytestmark = 1\n\ndef test_x(): pass\n\npytestmark = 2\npytest.importorskip('x')\n"
+    (tmp_path / "test_marked.py").write_text(marked)
+    assert late_marks(tmp_path) == ["test_marked.py:5", "test_marked.py:6"]
+
+
 NO_TORCH = "torch transformers vllm"
 
 

@@ -88,8 +88,6 @@ def test_a_run_survives_losing_each_process(folder: Path, config: Path, undistur
     assert_same_end(folder, undisturbed)
 
 
-pytestmark = pytest.mark.slow
-
 PART_STEPS = 8
 IN_PARTS = (
     f"trainer.total_steps={PART_STEPS}",

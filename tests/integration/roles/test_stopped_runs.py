@@ -49,8 +49,6 @@ def test_a_running_folder_refuses_a_second_start_and_goes_on(folder: Path, confi
     runs.assert_sound(folder)
 
 
-pytestmark = pytest.mark.slow
-
 _SCRIPT = """
 import sys
 from rftdask import Experiment
