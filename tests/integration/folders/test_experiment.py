@@ -125,7 +125,7 @@ def test_a_path_instead_of_a_config_is_an_error_with_advice() -> None:
 
 def test_a_stopped_experiment_continues_to_its_end(config: Path) -> None:
     experiment = Experiment.from_yaml(config, "trainer.total_steps=30", "explorer.eval_on_startup=false").start()
-    wait_until(lambda: experiment.progress().step)
+    wait_until(lambda: experiment.progress().step, "the first step", deadline_s=DEADLINE_S)
     experiment.stop()
     summary = experiment.wait(timeout_s=DEADLINE_S)
     assert summary is not None and summary.status == "stopped"

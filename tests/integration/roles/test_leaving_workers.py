@@ -1,6 +1,7 @@
 """Workers of jobs that receive a signal to end, as real processes."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -18,10 +19,12 @@ from distributed import Client, KilledWorker, Scheduler, SpecCluster
 from rftdask.cluster.preloads import MODULE
 from rftdask.processes.dask_cluster import DASK_CONFIG
 from rftdask.processes.dask_task import LEAVING_TOPIC, make_cancel_check
+from tests import living
 from tests.integration.run_cases import DEADLINE_S
-from tests.living import lives, wait_until
+from tests.living import lives
 
 pytestmark = pytest.mark.slow
+wait_until = functools.partial(living.wait_until, deadline_s=DEADLINE_S, every_s=0.02)
 
 
 @pytest.fixture(scope="module")

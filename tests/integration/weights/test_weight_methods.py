@@ -60,7 +60,10 @@ class Machines(LocalCluster):
         return {str(worker["name"]): address for address, worker in workers.items()}
 
     def wait_for(self, name: str, other_than: str = "") -> None:
-        wait_until(lambda: self.addresses().get(name, other_than) != other_than, f"the joining of {name}")
+        def has_joined() -> bool:
+            return self.addresses().get(name, other_than) != other_than
+
+        wait_until(has_joined, f"the joining of {name}", deadline_s=DEADLINE_S)
 
     def kill(self, name: str) -> None:
         """Kill a worker with signal 9; its nanny starts another one."""

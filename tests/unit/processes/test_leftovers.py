@@ -39,11 +39,13 @@ def test_the_semaphore_of_a_killed_process_is_removed() -> None:
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        path = SHARED / f"sem.{process.stdout.readline().strip().lstrip('/')}"
-        assert path.exists() and path not in abandoned_semaphores(min_age_s=-1.0)
-        for tracker in psutil.Process(process.pid).children():  # it would remove the semaphore
-            tracker.kill()
-        process.kill()
+        try:
+            path = SHARED / f"sem.{process.stdout.readline().strip().lstrip('/')}"
+            assert path.exists() and path not in abandoned_semaphores(min_age_s=-1.0)
+            for tracker in psutil.Process(process.pid).children():  # it would remove the semaphore
+                tracker.kill()
+        finally:
+            process.kill()
     assert path in abandoned_semaphores(min_age_s=-1.0)
     path.unlink()
 

@@ -91,7 +91,7 @@ def test_endless_comparison_is_given_up(caplog: pytest.LogCaptureFixture) -> Non
 def test_killed_child_is_replaced() -> None:
     assert is_equal("$5$", "$5$")
     os.kill(child(), signal.SIGKILL)
-    wait_until(lambda: not lives(child()), "it lives")
+    wait_until(lambda: not lives(child()), "its end")
     assert is_equal("$5$", "$5$")
 
 
@@ -101,10 +101,10 @@ def test_comparison_that_kills_two_children_is_false(caplog: pytest.LogCaptureFi
     asking = threading.Thread(target=lambda: said.append(is_equal(ENDLESS, r"\boxed{5}")))
     before = psutil.Process(child()).cpu_times().user
     asking.start()
-    wait_until(lambda: psutil.Process(child()).cpu_times().user > before + 0.2, "it never asks")
+    wait_until(lambda: psutil.Process(child()).cpu_times().user > before + 0.2, "its work")
     first = child()
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: math_answer._VERIFIER._child is not None and child() != first, "it is not asked again")
+    wait_until(lambda: math_answer._VERIFIER._child is not None and child() != first, "the next child")
     os.kill(child(), signal.SIGKILL)
     asking.join(60)
     assert said == [False]
@@ -136,4 +136,4 @@ def test_child_ends_with_its_parent() -> None:
         assert asker.stdout is not None
         pid = int(asker.stdout.readline())
         asker.kill()
-    wait_until(lambda: not lives(pid), "the child lives")
+    wait_until(lambda: not lives(pid), "its end")
