@@ -191,13 +191,16 @@ from rftdask.cluster.jobqueue import LsfCluster, PbsCluster
 
 install, before = signal.signal, signal.getsignal(signal.SIGINT)
 loaded = []
-systems = [PbsCluster, LsfCluster] * 4
-threads = [threading.Thread(target=lambda: loaded.append(system.load_job_class())) for system in systems]
+
+def load(system):
+    loaded.append(system.load_job_class())
+
+threads = [threading.Thread(target=load, args=[system]) for system in [PbsCluster, LsfCluster] * 4]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-loaded.append(PbsCluster.load_job_class())
-assert len(loaded) == 9 and signal.getsignal(signal.SIGINT) is before and signal.signal is install
+assert {job.__name__: loaded.count(job) for job in loaded} == {"PBSJob": 4, "LSFJob": 4}
+assert signal.getsignal(signal.SIGINT) is before and signal.signal is install
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
