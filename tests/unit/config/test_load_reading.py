@@ -1,4 +1,4 @@
-"""Promises about the keys of reading: replay by priority, deadlines and back-pressure."""
+"""Keys of reading: replay by priority, deadlines and back-pressure; and the configurations in config/."""
 
 from pathlib import Path
 from typing import Any

@@ -110,6 +110,7 @@ BROKEN = {
     "a NUL byte": ("x = 1\0\n", "SyntaxError: source code string cannot contain null bytes"),
     "no indentation": ("def f():\npass\n", ":2: IndentationError: expected an indented block"),
     "the end": ("import sys\nsys.exit(3)\n", ":2: SystemExit: 3"),
+    "a missing library": ("import no_such_library\n", " needs 'no_such_library', which is not installed"),
     "no such name in a module": ("from json import no_such\n", ":1: ImportError: cannot import name 'no_such'"),
 }
 
