@@ -597,7 +597,9 @@ class BatchCluster(RemoteWorkersCluster):
 
 def system_of(job: JobRecord) -> type[BatchCluster]:
     """Class of a job's batch system."""
-    system = find_cluster(job.system, job.plugin_dirs)
+    # Drivers in jobs import a copy of the plug-in folder, and one process cannot load a module from both folders.
+    is_loaded = job.system.rpartition(".")[0] in sys.modules
+    system = find_cluster(job.system, () if is_loaded else job.plugin_dirs)
     assert issubclass(system, BatchCluster), job
     return system
 

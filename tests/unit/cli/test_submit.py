@@ -15,12 +15,15 @@ import pytest
 from rftdask.cli import submit as submitting
 from rftdask.cli.submit import has_finished, plan_submission
 from rftdask.cluster.batch_cluster import SubmitOptions
-from rftdask.cluster.driver_script import HostSystem, driver_shell, walltime_timer
+from rftdask.cluster.driver_script import SOURCES_FOLDER, HostSystem, driver_shell, walltime_timer
+from rftdask.cluster.jobs import jobs_file, write_jobs
 from rftdask.cluster.layout import plan_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.cluster.slurm import SlurmCluster, allocation_script, controller_text, offline_scripts
 from rftdask.config import load_config, replace
+from rftdask.config.plugins import SUBMITTED
 from rftdask.errors import ConfigError, FencedError, UserError
+from rftdask.run.input_fingerprints import copy_for_jobs
 from rftdask.run.run_folder import note_end
 from rftdask.storage import open_storage
 from tests.integration.run_cases import call_cli
@@ -106,12 +109,21 @@ def test_a_batch_system_may_be_a_plugin(tmp_path: Path, monkeypatch: pytest.Monk
     commands(tmp_path, monkeypatch, qsub="echo 7.pbs", sitestat="echo 7 R")
     keys = ("cluster.type=SitePbs", "cluster.options={cores: 1, memory: 1GB}")
     config = configured(tmp_path, *keys, f"explorer.plugin_dirs=[{tmp_path}/plugins]")
-    [job] = plan_submission(config).submit()
+    submission = plan_submission(config)
+    [job] = submission.submit()
     assert (job.job_id, job.system) == ("7", "site_batch_system.SitePbs")
+    # The driver in that job imports a copy of the folder.
+    copies = submission.folder.path / SOURCES_FOLDER
+    copy_for_jobs({"site_batch_system": tmp_path / "plugins/site_batch_system.py"}, [f"{tmp_path}/plugins"], copies)
+    with monkeypatch.context() as in_job:
+        in_job.setenv(SUBMITTED, str(copies))
+        worker = submission.system.record(config, "trainer", "trainer-0", "8")
+    write_jobs(submission.storage, [worker], jobs_file("both"))
     # Another process has not imported the folder.
     status = [sys.executable, "-m", "rftdask", "status", config.checkpoint_job_dir]
     done = subprocess.run(status, capture_output=True, text=True, timeout=60, check=False)
     assert "job 7        controller     RUNNING" in done.stdout, done
+    assert "job 8        trainer-0      ended" in done.stdout, done
 
 
 def test_the_controller_is_requeued_and_warned(tmp_path: Path) -> None:
