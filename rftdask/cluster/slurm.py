@@ -461,8 +461,7 @@ def allocation_script(config: Config, layout: Layout, folder: SecretsDir, storag
         job, shape = section.controller, ONE_TASK
     else:
         job, shape = alike({role: getattr(section, role) for role in parts}, section.controller, parts)
-    options = (*_driver_asks(config), *asks)
-    text = batch_script(config, CONTROLLER, CONTROLLER, job, logs, shell, options, shape=shape)
+    text = batch_script(config, CONTROLLER, CONTROLLER, job, logs, shell, _driver_asks(config), asks, shape=shape)
     return Script(CONTROLLER, CONTROLLER, text)
 
 
@@ -545,6 +544,7 @@ def batch_script(
     logs: Path,
     shell: Sequence[str],
     options: Sequence[str] = (),
+    parts: Sequence[str] = (),
     number: str = "%j",
     shape: JobShape = ONE_TASK,
 ) -> str:
@@ -553,7 +553,8 @@ def batch_script(
     Args:
         name: name of the job and its log.
         role: role of its command.
-        options: options of sbatch for this job, and those of the other parts of a heterogeneous job.
+        options: options of sbatch for this job, over which `directives` of its section win.
+        parts: options of the other parts of a heterogeneous job.
         number: pattern of the job id in the name of the log.
     Raises: UserError: the site's template fails.
     """
@@ -563,8 +564,9 @@ def batch_script(
         f"--output={logs}/{name}-{number}.log",
         "--open-mode=append",
         "--requeue",
-        *asks_for(job, shape),
         *options,
+        *asks_for(job, shape),
+        *parts,
     ]
     return _render(config, role, directives=directives, prologue=job.prologue, shell="\n".join(shell))
 

@@ -133,6 +133,12 @@ def test_the_controller_is_requeued_and_warned(tmp_path: Path) -> None:
         assert f"#SBATCH {line}\n" in text
 
 
+def test_directives_of_the_user_win(tmp_path: Path) -> None:
+    config = configured(tmp_path, 'cluster.slurm.controller.directives=["--signal=B:USR1@600"]')
+    text = controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
+    assert text.index("#SBATCH --signal=B:USR1@180\n") < text.index("#SBATCH --signal=B:USR1@600\n")  # the last counts
+
+
 def test_the_user_is_notified_when_the_controller_ends(tmp_path: Path) -> None:
     config = configured(tmp_path, "cluster.slurm.mail=me@example.org")
     storage = open_storage(config.checkpoint_job_dir)
