@@ -46,6 +46,8 @@ HELD = "held"
 """Manifest key of a version in memory: {"addresses": `Published.held`}."""
 WEIGHTS_HASH = "weights_hash"
 """Manifest key of a checkpoint: content hash of the same weights as published."""
+_FINGERPRINT = TypeAdapter(Fingerprint)
+"""Made once: it takes milliseconds, and waiting roles read a manifest in every poll."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ def fingerprint_of(manifest: Manifest) -> Fingerprint | None:
     if "fingerprint" not in manifest.extra:
         return None
     try:
-        return TypeAdapter(Fingerprint).validate_python(manifest.extra["fingerprint"])
+        return _FINGERPRINT.validate_python(manifest.extra["fingerprint"])
     except ValueError as error:
         raise DamagedError(f"the fingerprint of version {manifest.version} is damaged: {error!r}") from error
 
