@@ -92,12 +92,12 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
 
         Raises: WaitTimeout: a commit hangs.
         """
+        self._closed = True  # also if a commit hangs, since the unit then runs again
         if self._timer is not None:
             self._timer.cancel()
         if not self._committing.acquire(timeout=_JOIN_S):
             where = f"work unit {self._explore_step}/{self._unit}"
             raise WaitTimeout(f"{where}: a commit has hung for {_JOIN_S:.0f} s; check the storage of the run")
-        self._closed = True
         self._committing.release()
 
     def __exit__(self, *error: object) -> None:

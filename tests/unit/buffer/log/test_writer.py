@@ -1,6 +1,8 @@
 """Promises of a work unit committed in parts: wherever the writer dies, no group is lost and none is used twice."""
 
+import threading
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,11 +12,12 @@ from storage_kills import killed_before
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.groups import first_copies, group_numbers
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log import writer as writers
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.buffer.log.shard import MAX_PART_TASKS, Part, ShardName, done_units
 from rftdask.buffer.log.writer import UnitWriter
-from rftdask.errors import StorageError
+from rftdask.errors import StorageError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
 from tests.living import wait_until
@@ -94,6 +97,29 @@ def test_a_commit_that_fails_in_the_background_fails_the_batch() -> None:
         batch.add(1, group(1))
         with pytest.raises(StorageError, match="killed"):
             batch.finish()
+
+
+def test_after_a_commit_that_hangs_nothing_more_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "_JOIN_S", 0.05)
+    begun, answers = threading.Event(), threading.Event()
+
+    class HangingLog(ParquetLog):
+        def commit(self, *args: Any, **options: Any) -> ShardName:
+            begun.set()
+            assert answers.wait(60)
+            return super().commit(*args, **options)
+
+    log = HangingLog(new_storage())
+    batch = writer(log, max_commit_delay_s=0.001)
+    for slot in (0, 1):  # the thread of the second group waits for that of the first
+        batch.add(slot, group(slot))
+        assert begun.wait(60)
+    time.sleep(0.05)
+    with pytest.raises(WaitTimeout, match="work unit 1/0: a commit has hung"):
+        batch.close()
+    answers.set()
+    wait_until(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
+    assert held(log) == [(0,)]
 
 
 @pytest.mark.parametrize("killed_after", [1, 2, 3])
