@@ -13,6 +13,8 @@ from rftdask.rollouts.policy.openai_api import MAX_CHOICES, NUMBERS
 _TEXT = {"type": "string"}
 _SOME_TEXT = {"type": "string", "minLength": 1}
 _TEXTS = {"type": "array", "items": _SOME_TEXT}
+_SOME_TEXTS = {**_TEXTS, "minItems": 1}
+_PARTS = {"type": "array", "items": {"type": "object"}}
 SESSION_ID = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"
 """Regular expression of the names of sessions, which are also names of files."""
 _ID = {"type": "string", "pattern": f"^{SESSION_ID}$"}
@@ -33,8 +35,11 @@ def _numbers(*names: str) -> dict[str, Any]:
     }
 
 
-# The chat template decides which roles exist.
-_MESSAGES = {"type": "array", "minItems": 1, "items": _object("role", "content", role=_TEXT, content=_TEXT)}
+def _messages(*required: str, **content: Any) -> dict[str, Any]:
+    # The chat template decides which roles exist.
+    return {"type": "array", "minItems": 1, "items": _object("role", *required, role=_TEXT, **content)}
+
+
 _SHARED = {"model": _TEXT, "stream": {"type": "boolean"}, "session_id": _ID}
 _OPENAI = {
     **_SHARED,
@@ -43,16 +48,26 @@ _OPENAI = {
     "stop": {"anyOf": [_SOME_TEXT, _TEXTS]},
     "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**64},
 }
-_CHAT = _object("messages", messages=_MESSAGES, **_OPENAI)
-_CLAUDE = {"messages": _MESSAGES, "system": _TEXT, **_SHARED, **_numbers("top_p", "top_k")}
-_RESPONSES = _object(
-    "input", input=_TEXT, instructions=_TEXT, max_output_tokens=_COUNT, **_SHARED, **_numbers("temperature", "top_p")
-)
+_CHAT = _object("messages", messages=_messages(content={"anyOf": [_TEXT, _PARTS, {"type": "null"}]}), **_OPENAI)
+_CLAUDE = {
+    "messages": _messages("content", content={"anyOf": [_TEXT, _PARTS]}),
+    "system": {"anyOf": [_TEXT, _PARTS]},
+    **_SHARED,
+    **_numbers("temperature", "top_p", "top_k"),
+}
+_RESPONSES = {
+    "input": {"anyOf": [_TEXT, {**_PARTS, "minItems": 1}]},
+    "instructions": _TEXT,
+    "max_output_tokens": _COUNT,
+    **_SHARED,
+    **_numbers("temperature", "top_p"),
+}
 _METRICS = {"type": "object", "additionalProperties": {"type": "number"}}
+_REWARD = {"reward": {"type": "number"}, "session_id": _ID, "msg_ids": _SOME_TEXTS, "task_id": _TEXT}
 _BODIES = {
     "/v1/chat/completions": ("Answer a chat", _CHAT),
-    "/v1/completions": ("Complete a text", _object("prompt", prompt={"anyOf": [_SOME_TEXT, _TEXTS]}, **_OPENAI)),
-    "/v1/responses": ("Answer a chat, in the form of OpenAI's Responses API", _RESPONSES),
+    "/v1/completions": ("Complete a text", _object("prompt", prompt={"anyOf": [_SOME_TEXT, _SOME_TEXTS]}, **_OPENAI)),
+    "/v1/responses": ("Answer a chat, in the form of OpenAI's Responses API", _object("input", **_RESPONSES)),
     "/v1/messages": (
         "Answer a chat, in the form of Anthropic's API",
         _object("messages", "max_tokens", max_tokens=_COUNT, stop_sequences=_TEXTS, **_CLAUDE),
@@ -61,7 +76,7 @@ _BODIES = {
     "/sessions": ("Open a session", _object(task_id=_TEXT)),
     "/feedback": (
         "End a session, or the sessions of some answers, with a reward",
-        _object("reward", reward={"type": "number"}, session_id=_ID, msg_ids=_TEXTS, task_id=_TEXT, metrics=_METRICS),
+        _object("reward", **_REWARD, metrics=_METRICS),
     ),
     "/commit": ("Store incomplete groups now", None),
 }

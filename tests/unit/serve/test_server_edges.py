@@ -8,10 +8,12 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import jsonschema
 import pytest
 from starlette.routing import Route
 
 from rftdask.rollouts.policy.endpoint import MAX_BODY_BYTES, web_server
+from rftdask.serve.openapi import document
 from rftdask.storage.checked_json import MAX_DEPTH
 from tests.unit.rollouts.rollout_cases import cut_at
 from tests.unit.serve.test_server import ASKED, Case, served
@@ -280,3 +282,34 @@ async def test_the_openapi_document_lists_routes_and_fields(case: Case) -> None:
     listed = {path.replace("{name}", "{name:path}") for path in document["paths"]}
     written = {route.path for route in case.server.app().routes if isinstance(route, Route)} - {"/openapi.json"}
     assert {path for path in written if "{path:path}" not in path} <= listed
+
+
+SCHEMAS = {
+    path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for path, methods in document()["paths"].items()
+    if "requestBody" in methods.get("post", ())
+}
+
+
+@pytest.mark.parametrize("path", sorted(SCHEMAS.keys() & BODIES.keys()))
+def test_the_openapi_document_accepts_what_the_server_accepts(path: str) -> None:
+    jsonschema.validate({name: value for name, value in BODIES[path].items() if value is not None}, SCHEMAS[path])
+
+
+@served()
+async def test_the_openapi_document_excludes_what_the_server_refuses(case: Case) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/chat/completions", {"messages": ASKED, "stop": ""}),
+        ("/v1/completions", {"prompt": []}),
+        ("/v1/completions", {"prompt": "hi", "stop": ["x", ""]}),
+        ("/v1/responses", {"input": []}),
+        ("/v1/messages", {"messages": [{"role": "user"}], "max_tokens": 4}),
+        ("/v1/messages", {"messages": ASKED, "max_tokens": 4, "temperature": -1}),
+        ("/feedback", {"reward": 1, "session_id": ".hidden"}),
+        ("/feedback", {"reward": 1, "msg_ids": []}),
+    ):
+        status, _ = await case.post(path, json.dumps(body))
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(body, SCHEMAS[path])
+        assert status == 400, (path, body)
