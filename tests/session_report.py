@@ -35,7 +35,7 @@ class SessionReport:
         self._began: dict[str, float] = {}
         """Start of the running tests by name, in seconds."""
         self._ended = threading.Event()
-        self._counted = False
+        self._num_tests = 0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:  # the controller of xdist has none
@@ -46,9 +46,9 @@ class SessionReport:
         self._count(len(ids), int(self._config.getoption("numprocesses") or 1))
 
     def _count(self, num_tests: int, num_processes: int) -> None:
-        if self._counted or self._config.option.collectonly:
+        if self._num_tests or self._config.option.collectonly:
             return
-        self._counted = True
+        self._num_tests = num_tests
         threading.Thread(target=self._watch, name="late-tests", daemon=True).start()
         if num_tests < _MANY:
             return
@@ -73,10 +73,13 @@ class SessionReport:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._began.pop(nodeid, None)
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
         self._ended.set()
         failed = [report for kind in ("failed", "error") for report in terminalreporter.getreports(kind)]
         if not failed:
+            # Failures of an earlier session, which a green rerun of a few tests does not disprove.
+            if exitstatus == pytest.ExitCode.OK and self._num_tests >= _MANY:
+                LOG.unlink(missing_ok=True)
             return
         LOG.parent.mkdir(exist_ok=True)
         machine = f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} CPUs\n\n"
