@@ -2,7 +2,7 @@
 #
 #   make quickstart   a whole run on the CPU, in minutes       make check    lint, types and test
 #   make test         the fast tests                           make slow     real runs, processes killed mid-write
-#   make lint types   ruff; mypy                               make extras   tests of more extras, and against peers
+#   make lint types   ruff, layers, prose; mypy                make extras   tests of more extras, and against peers
 #   make learning     every algorithm learns its toy         make test-oldest  the fast tests on the oldest PyTorch
 #   make guides       examples, notebooks, pages, the wheel   make site      the documentation as web pages, in build/site
 #   make robustness   bad settings, files, runs and code       make gpu      GPU measurements, into docs/gpu.md
@@ -102,6 +102,7 @@ gpu:
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -m project
 
 types: $(STAMP)
 	$(BIN)/mypy

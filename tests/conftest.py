@@ -198,20 +198,15 @@ def tier_of(path: Path) -> str | None:
 
 
 def deal(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Order the files so that those whose tests wait for real runs alternate with those whose tests compute, largest
-    first, which keeps the cores busy. Otherwise the few tests with runs would come last while cores idle.
-    RFTDASK_TEST_ORDER, a number, shuffles the files instead.
+    """Order the files, so that the sample of whole runs comes first and then the files with most tests; otherwise cores
+    would idle at the end. RFTDASK_TEST_ORDER, a number, shuffles the files instead.
     """
+    files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
     if seed := os.environ.get("RFTDASK_TEST_ORDER"):
-        files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
         random.Random(seed).shuffle(files)
-        return list(itertools.chain.from_iterable(files))
-    waiting, computing = list[list[pytest.Item]](), list[list[pytest.Item]]()
-    for path, tests in itertools.groupby(items, key=lambda item: item.path):
-        (waiting if path.is_relative_to(TESTS / "integration") else computing).append(list(tests))
-    by_size = (sorted(files, key=len, reverse=True) for files in (waiting, computing))
-    turns = itertools.zip_longest(*by_size, fillvalue=list[pytest.Item]())
-    return list(itertools.chain.from_iterable(itertools.chain.from_iterable(turns)))
+    else:
+        files.sort(key=lambda tests: (tests[0].path != SMOKE, -len(tests)))
+    return list(itertools.chain.from_iterable(files))
 
 
 def shares_a_fixture(item: pytest.Function) -> bool:

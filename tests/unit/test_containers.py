@@ -10,6 +10,8 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 INSTRUCTIONS = {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "ENV", "USER", "ENTRYPOINT", "CMD"}

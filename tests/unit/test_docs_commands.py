@@ -26,6 +26,8 @@ from tests.integration.run_cases import call_cli
 from tests.unit.compat.test_imported_files import GRPO as TRL
 from tests.unit.test_docs_pages import TRINITY, VERL
 
+pytestmark = pytest.mark.guides
+
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "config").rglob("*.yaml"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *CONFIGS]

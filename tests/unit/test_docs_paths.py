@@ -15,6 +15,8 @@ from rftdask.config import Config
 from rftdask.config.base import Section, child_of
 from rftdask.driver.init_config import json_schema
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.rglob("docs/**/*.md"), *ROOT.glob("*.md")])
 

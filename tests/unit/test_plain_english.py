@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parents[2]
 MARKS = {
     "who + verb": (r"\bwho(?:ever)? (?!are you\b)[a-z]+", 0.18),

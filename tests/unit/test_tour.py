@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parents[2]
 TOUR = (ROOT / "docs/tour.md").read_text()
 LINK = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/.]+)\)")

@@ -20,6 +20,7 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path)
 
 
+@pytest.mark.slow
 def test_each_round_reads_the_current_reward_file(config: Path, tmp_path: Path) -> None:
     plugins = tmp_path / "plugins"
     plugins.mkdir()
@@ -54,6 +55,7 @@ def test_each_round_reads_the_current_reward_file(config: Path, tmp_path: Path) 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_second_debugger_continues_the_folder(config: Path, tmp_path: Path) -> None:
     for number in range(2):
         with Debugger(load_config(config, []), tmp_path / "debug", taskset="held_out") as debugger:

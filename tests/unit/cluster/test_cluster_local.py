@@ -92,6 +92,7 @@ def listening() -> list[psutil._common.addr]:
     ]
 
 
+@pytest.mark.slow
 def test_no_socket_of_a_local_cluster_trusts_strangers(cluster: LocalCluster, of_others: set[int]) -> None:
     assert cluster.client.submit(os.getuid).result(timeout=60) == os.getuid()
     ports = sorted(str(port) for port in {address.port for address in listening()} - of_others)
@@ -123,6 +124,7 @@ def test_a_failed_start_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forks only on Linux")
+@pytest.mark.slow
 def test_ps_shows_the_name_of_a_worker() -> None:
     done = subprocess.run([sys.executable, "-c", TITLES], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

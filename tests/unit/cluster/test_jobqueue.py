@@ -184,6 +184,7 @@ def test_a_missing_command_and_no_jobs_are_no_errors(tmp_path: Path, monkeypatch
         LsfCluster.states(["1"])
 
 
+@pytest.mark.slow
 def test_loading_a_batch_system_keeps_the_sigint_handler() -> None:
     code = """
 import signal, threading

@@ -261,6 +261,7 @@ def test_every_key_is_followed_by_its_meaning(module: ModuleType) -> None:
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(field.target)
 
 
+@pytest.mark.project
 def test_every_key_is_read_by_some_code() -> None:
     """A read is an attribute or a string with the name, so a key that shares its name with another one escapes."""
     code = [ast.parse(path.read_text()) for path in Path(run.__file__).parents[2].rglob("*.py")]

@@ -342,6 +342,7 @@ def test_an_unreachable_database_is_found_before_the_start(world: World) -> None
     assert not list(world.folder.rglob("*.sqlite"))
 
 
+@pytest.mark.slow
 def test_trials_of_an_earlier_start_are_not_repeated(world: World) -> None:
     (world.folder / "plugins").mkdir()
     (world.folder / "plugins" / "broken_reward.py").write_text(

@@ -237,6 +237,7 @@ def test_nothing_runs_after_a_joint_call_is_answered(client: EngineClient) -> No
     assert request_s == 0.0 and passed_s >= 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "kind"), [("says", EngineError), ("ends", EngineError), ("killed", RoleError)])
 def test_an_engine_that_fails_before_work_blames_no_task(how: str, kind: type[RoleError]) -> None:
     client = broken_client(how, "any")
@@ -246,6 +247,7 @@ def test_an_engine_that_fails_before_work_blames_no_task(how: str, kind: type[Ro
     assert not client.alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "kind"), [("says", EngineError), ("ends", ProcessLostError)])
 def test_an_engine_that_dies_at_work_blames_a_task(how: str, kind: type[RoleError]) -> None:
     client = broken_client(how, "long")

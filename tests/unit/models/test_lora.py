@@ -225,6 +225,7 @@ def test_training_continues_from_an_adapter_folder(model_folder: str, tmp_path: 
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)  # the reference begins with the adapter too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_begins_with_the_given_adapter(kind: str, model_folder: str, tmp_path: Path) -> None:
     put(tmp_path / "adapter", trained(model_folder, KINDS[kind]).weights())
@@ -243,6 +244,7 @@ def test_an_engine_begins_with_the_given_adapter(kind: str, model_folder: str, t
     assert client.weights.content_hash != bare.weights.content_hash, "the records of rollouts name the adapter"
 
 
+@pytest.mark.slow
 def test_an_engine_refuses_an_adapter_that_does_not_exist(model_folder: str, tmp_path: Path) -> None:
     spec = engine_spec("transformers", model_folder)
     lora = LoraConfig(path=str(tmp_path / "missing"))

@@ -76,6 +76,7 @@ def test_a_client_with_a_cancelled_start_starts_again(monkeypatch: pytest.Monkey
             connect(cluster)
 
 
+@pytest.mark.slow
 def test_results_arrive_after_a_worker_was_silent_for_a_while() -> None:
     """With a timeout of Dask's own, the sixth result that waits makes each later one of the client raise."""
     options: dict[str, Any] = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}

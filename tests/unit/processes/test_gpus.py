@@ -131,6 +131,7 @@ input()
 """
 
 
+@pytest.mark.slow
 def test_joined_workers_claim_different_gpus(tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1,2,3,4", "RFTDASK_THREADS": "1"}
     env = {name: value for name, value in env.items() if name not in (*gpus._JOBS, DEVICES_VARIABLE)}

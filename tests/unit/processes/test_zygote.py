@@ -64,6 +64,7 @@ def test_the_signal_that_ended_a_fork_is_reported(forked: Child) -> None:
     assert not forked.alive()
 
 
+@pytest.mark.slow
 def test_after_a_killed_zygote_children_are_interpreters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sys.path.insert(0, str(HERE))
     monkeypatch.setattr(module, "_started", None)

@@ -146,6 +146,7 @@ def test_an_engine_spec_lists_all_sampling_parameters() -> None:
     assert [e.temperature for e in engine_spec(baseline.explorer.rollout_model, baseline, 1, None).sampling] == [1, 0]
 
 
+@pytest.mark.slow
 def test_auxiliary_engines_ended_by_another_unit_are_restarted(storage: Storage) -> None:
     cache = opened(storage, config(JUDGE))
     ended = Event()

@@ -84,6 +84,7 @@ def test_sources_include_imports_of_the_users_code(world: World) -> None:
     assert found[f"{world.name}_pkg.shared"] == world.library / f"{world.name}_pkg" / "shared.py"
 
 
+@pytest.mark.slow
 def test_jobs_import_the_submitted_sources(world: World, tmp_path: Path) -> None:
     sources = find_sources(world.config, ())
     copies = tmp_path / "copies"

@@ -273,6 +273,7 @@ class TestS3(StorageContract):
     def store(self, s3_url: str) -> Storage:
         return open_storage(s3_url)
 
+    @pytest.mark.slow
     def test_processes_racing_for_a_name_have_one_winner(self, store: Storage) -> None:
         check_one_winner_each(store, race_processes(store.url, num_processes=2, num_names=30), 30)
 

@@ -30,6 +30,7 @@ def test_a_local_disk_keeps_every_promise_and_is_left_clean(tmp_path: Path) -> N
     assert all(cost.num_calls > 0 and 0 < cost.p50_ms <= cost.p99_ms for cost in report.costs)
 
 
+@pytest.mark.slow
 def test_a_missing_folder_is_reported_and_not_left_behind(tmp_path: Path) -> None:
     report = check_storage(tmp_path / "a" / "mistyped")
     assert report.is_safe and "the folder did not exist before" in report.render()
@@ -42,6 +43,7 @@ def test_a_missing_folder_is_reported_and_not_left_behind(tmp_path: Path) -> Non
     assert (tmp_path / "there").exists()
 
 
+@pytest.mark.slow
 def test_torn_reads_are_found(tmp_path: Path) -> None:
     storage = FsspecStorage(f"file://{tmp_path}")
     checks = (check_replace(storage) for _ in range(20))  # on a busy machine one may read only between the writes
@@ -49,6 +51,7 @@ def test_torn_reads_are_found(tmp_path: Path) -> None:
     assert " 0 torn" not in found.detail
 
 
+@pytest.mark.slow
 def test_a_protocol_without_create_only_is_never_called_safe(tmp_path: Path) -> None:
     check = check_race(FsspecStorage(f"file://{tmp_path}"))
     assert check.ok is False and "use one writer only" in check.detail
@@ -66,6 +69,7 @@ class HangingDisk(Posix):
         super().link(source, target)
 
 
+@pytest.mark.slow
 def test_a_hanging_process_fails_its_check_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_DEADLINE_S", 1.0)
     with pytest.raises(TimeoutError):

@@ -70,6 +70,7 @@ def store(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_killed_writers_lose_no_confirmed_file(store: LocalStorage) -> None:
     size = 200_000
     seen_before: set[str] = set()

@@ -304,6 +304,7 @@ def test_added_or_removed_files_make_a_complete_version(storage: Storage) -> Non
     assert publisher.publish(4, weights(2)).delta is None
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_rebuilding_leaves_nothing_valid(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "run"))
     newest = publish(storage, range(1, 3))[-1]

@@ -169,6 +169,7 @@ print(batch.rewards.tolist(), "pandas" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_imports_no_pandas_for_its_first_batch(tmp_path: Path) -> None:
     rows = [experience(task, k, reward=float(task * k)) for task in range(2) for k in range(2)]
     ParquetLog(open_storage(str(tmp_path))).commit(rows, explore_step=1, unit=0)

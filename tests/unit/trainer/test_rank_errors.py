@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from rftdask.config import load_config
@@ -106,6 +107,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_gloo_errors_name_the_call_that_timed_out(tmp_path: Path) -> None:
     """gloo records calls like NCCL, but without their completion, and without a file at a timeout."""
     env = {**os.environ, **flight_recorder.recording(str(tmp_path))}

@@ -1,8 +1,11 @@
 """Promises of `rftdask doctor` without a storage: it finds what is installed here."""
 
+import pytest
+
 from rftdask.cli.checks.doctor import diagnose_machine
 
 
+@pytest.mark.slow
 def test_the_doctor_reports_installed_packages() -> None:
     findings = {finding.part: finding for finding in diagnose_machine()}
     assert findings["torch"].state == "ok" and findings["rftdask"].text.startswith("0.")

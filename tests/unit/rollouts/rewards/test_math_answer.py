@@ -88,6 +88,7 @@ def test_endless_comparison_is_given_up(caplog: pytest.LogCaptureFixture) -> Non
     assert is_equal("$5$", "$5$") is True
 
 
+@pytest.mark.slow
 def test_killed_child_is_replaced() -> None:
     assert is_equal("$5$", "$5$")
     os.kill(child(), signal.SIGKILL)
@@ -95,6 +96,7 @@ def test_killed_child_is_replaced() -> None:
     assert is_equal("$5$", "$5$")
 
 
+@pytest.mark.slow
 def test_comparison_that_kills_two_children_is_false(caplog: pytest.LogCaptureFixture) -> None:
     assert is_equal("$5$", "$5$")
     said: list[bool | None] = []

@@ -80,6 +80,7 @@ def test_hostile_workflows_affect_only_their_own_rollouts() -> None:
     assert max(ended_s.values()) - last_legal_s < longest_s, "they are not awaited one after another"
 
 
+@pytest.mark.slow
 def test_the_output_of_a_process_is_limited() -> None:
     assert one("prints_without_end").error == "it printed more than 16777216 bytes"
 
@@ -222,6 +223,7 @@ def test_workflows_of_a_plugin_folder_are_found_by_name(tmp_path: Path) -> None:
     assert experience.reward == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_stopped_or_killed_fork_server_is_replaced(tmp_path: Path, number: int) -> None:
     file = tmp_path / "pid"
