@@ -83,12 +83,15 @@ async def _attempt(
 
 async def rewards_of_truths(taskset: Taskset, explorer: ExplorerConfig) -> str:
     """Roll out up to 100 rows of a taskset, each with its expected answer as the reply of the policy, and describe the
-    rewards. "": no row has an expected answer, or all rollouts failed. Takes at most 30 s and the last rollout.
+    rewards. "": no row has an expected answer, or all rollouts failed, such as those that call a judge. Takes at most
+    30 s and the last rollout.
 
     Example: "reward of the expected answer: 1 on 53 rows, 0 on 47 rows, for example row 12: '5 km'; is the reward
     wrong for such answers?"
     """
-    limits = explorer.model_copy(update={"max_timeout": min(explorer.max_timeout, TRIAL_TIMEOUT_S)})
+    # Without auxiliary models, which would reply as the policy does, so that their verdicts would mean nothing.
+    changes = {"max_timeout": min(explorer.max_timeout, TRIAL_TIMEOUT_S), "auxiliary_models": ()}
+    limits = explorer.model_copy(update=changes)
     rewarded, began = defaultdict[float, list[Task]](list), time.monotonic()
     with _ForkServers() as servers:
         for number in range(0, len(taskset), max(1, -(-len(taskset) // _NUM_TRUTHS))):

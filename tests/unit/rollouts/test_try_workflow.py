@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
-from rftdask.config.schema.explorer import ExplorerConfig, SandboxConfig
+from rftdask.config.schema.buffer import TasksetConfig
+from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.data.tasksets import Taskset
 from rftdask.rollouts.try_workflow import rewards_of_truths
 
@@ -22,15 +23,16 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
     name = f"paid_{abs(hash((source, *answers)))}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    rows = tmp_path / "tasks.jsonl"
+    return describe(tmp_path, answers, default_reward_fn_type=f"{name}.pay")
+
+
+def describe(folder: Path, answers: Sequence[str], judges: Sequence[dict[str, str]] = (), **section: str) -> str:
+    rows = folder / "tasks.jsonl"
     rows.write_text("".join(json.dumps({"question": "how far?", "answer": answer}) + "\n" for answer in answers))
-    section = TasksetConfig(
-        name="t",
-        path=str(rows),
-        format=FormatConfig(prompt_key="question", response_key="answer"),
-        default_reward_fn_type=f"{name}.pay",
-    )
-    return asyncio.run(rewards_of_truths(Taskset(section), ExplorerConfig(sandbox=SandboxConfig(mode="never"))))
+    columns = {"prompt_key": "question", "response_key": "answer"}
+    taskset = Taskset(TasksetConfig.model_validate({"name": "t", "path": str(rows), "format": columns, **section}))
+    explorer = ExplorerConfig.model_validate({"sandbox": {"mode": "never"}, "auxiliary_models": list(judges)})
+    return asyncio.run(rewards_of_truths(taskset, explorer))
 
 
 QUESTION = "; is the reward wrong for such answers?"
@@ -54,8 +56,13 @@ def test_rewards_of_expected_answers_are_described(described: str, text: str) ->
 @pytest.mark.parametrize(
     "described", [(NUMBERS_ONLY, ["", ""]), ("def pay(response, truth, task): 1 / 0\n", ["3"])], indirect=True
 )
-def test_without_answers_or_rewards_nothing_is_said(described: str) -> None:
+def test_without_answers_or_rewards_nothing_is_described(described: str) -> None:
     assert described == ""
+
+
+def test_rewards_by_a_judge_are_not_described(tmp_path: Path) -> None:
+    judge = {"name": "judge", "model_path": "a-model"}
+    assert describe(tmp_path, ["3", "7"], [judge], default_workflow_type="math_rm_workflow") == ""
 
 
 @pytest.mark.parametrize("described", [(NUMBERS_ONLY, [str(number) for number in range(250)])], indirect=True)
