@@ -542,7 +542,8 @@ def read_together(
     rows = np.arange(len(batch)) if rows is None else np.unique(rows)
     needed = [np.frombuffer(data, np.int64) for data in ranks.all_gather_bytes(rows.astype(np.int64).tobytes())]
     first = sum(len(part) for part in parts[: ranks.rank] if part is not None)
-    held_parts = [None if own is None else own.holding(numbers - first) for numbers in needed]
+    # One at a time, so that only their bytes are kept.
+    held_parts = (None if own is None else own.holding(numbers - first) for numbers in needed)
     names = (*_TOKEN_ARRAYS, "routed_experts")
     sent = [_arrays_to_bytes({name: getattr(p, name) for name in names}) if p is not None else b"" for p in held_parts]
     # By rank, which is also the order of the rows.
