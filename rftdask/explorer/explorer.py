@@ -287,7 +287,8 @@ class Explorer:
         if under_way:
             unit, age_s = under_way[0].unit, time.monotonic() - under_way[0].sent_s
             oldest = f"{unit.folder} {unit.explore_step}.{unit.unit_index}"
-            text = f"{len(under_way)} work units on {len(self._warm)} workers (the oldest, {oldest}, for {age_s:.0f} s)"
+            num_workers = f"{len(self._warm)} worker{'s' * (len(self._warm) > 1)}"
+            text = f"{len(under_way)} work units on {num_workers} (the oldest, {oldest}, for {age_s:.0f} s)"
             needs = min(submitted.unit.weights.version for submitted in under_way)
             return f"{text}, which need policy version {needs}" if needs > self._newest else text
         if self._warming:

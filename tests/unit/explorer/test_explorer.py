@@ -182,7 +182,7 @@ def test_units_are_submitted_once_in_order_within_the_window() -> None:
     assert ParquetLog(open_storage("memory://explorer-loop/window")).sealed_at() == 9
 
 
-def test_the_explorer_says_what_it_waits_for() -> None:
+def test_the_explorer_describes_what_it_waits_for() -> None:
     client, texts = FakeClient(then=under_way, num_engines=1), list[str]()
     config = stage("waits", "buffer.batch_size=4", "buffer.total_steps=1", "explorer.eval_on_startup=false")
 
@@ -196,7 +196,7 @@ def test_the_explorer_says_what_it_waits_for() -> None:
     explorer.open()
     explorer.run()
     assert texts[0] == "an explorer worker to join"
-    assert any(text.startswith("2 work units on 1 workers (the oldest, experiences 1.0, for ") for text in texts), texts
+    assert any(text.startswith("2 work units on 1 worker (the oldest, experiences 1.0, for ") for text in texts), texts
 
 
 def test_a_unit_whose_rollouts_all_have_slots_admits_the_next() -> None:
