@@ -446,8 +446,8 @@ def places_of(file: Path) -> list[Place]:
     head, start = read_file_head(file)
     head.pop("__metadata__", None)
     places = (
-        Place(name, _DTYPES.get(told["dtype"]), *(start + offset for offset in told["data_offsets"]))
-        for name, told in head.items()
+        Place(name, _DTYPES.get(entry["dtype"]), *(start + offset for offset in entry["data_offsets"]))
+        for name, entry in head.items()
     )
     return sorted(places, key=lambda place: place.begin)
 

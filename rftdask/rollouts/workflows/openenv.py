@@ -68,9 +68,9 @@ class _Options:
             advice = "give the address of the server, such as http://localhost:8000"
             raise UserError(f"openenv_workflow: workflow_args.base_url is {options.base_url!r}; {advice}")
         if options.action not in ("text", "json", "number") or (options.action == "number") != bool(options.actions):
-            given = f"{options.action!r} with {len(options.actions)} actions"
+            value = f"{options.action!r} with {len(options.actions)} actions"
             advice = "use text, json, or number with the words of the actions"
-            raise UserError(f"openenv_workflow: workflow_args.action is {given}; {advice}")
+            raise UserError(f"openenv_workflow: workflow_args.action is {value}; {advice}")
         return options
 
     @property

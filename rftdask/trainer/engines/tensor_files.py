@@ -260,7 +260,7 @@ class SavedTensors:
                 rows = box[0] if box else slice(0, 1)
                 needed = (file, begin + rows.start * row_bytes, begin + rows.stop * row_bytes)
                 items.append((needed, _Target(to_part[tuple(to_box)], dtype, sizes, box)))
-        # Those of the cached file first.
+        # Ranges of the cached file first.
         items.sort(key=lambda item: (item[0][0] != self._cached[0], item[0]))
         error: RftError | None = None
         try:
