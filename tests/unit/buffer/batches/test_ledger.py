@@ -43,6 +43,12 @@ def test_a_second_writer_is_fenced_and_the_first_entry_stays() -> None:
     assert Ledger(storage).read(7) == ENTRY
 
 
+def test_lineages_do_not_see_each_other() -> None:
+    storage = new_storage()
+    Ledger(storage).write(ENTRY)
+    assert Ledger(storage, "fork").last_step() == 0
+
+
 def test_files_of_others_are_not_steps() -> None:
     storage = new_storage()
     ledger = Ledger(storage)
