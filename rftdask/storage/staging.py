@@ -66,7 +66,7 @@ def staged(path: str, deadline_s: float = DEADLINE_S) -> str:
     late = f"another process of this node did not finish staging {path} to {base}; {advice}"
     try:
         _used.setdefault(place, SharedFolder(place)).use(
-            lambda: _is_whole(copy, stats), lambda: _fill(place, source, files), deadline_s, late
+            lambda: _is_whole(copy, stats), lambda: _fill(place, source, files, stats), deadline_s, late
         )
     except _NoRoom as error:
         log.warning("%s is not staged: %s", source, error)
@@ -107,24 +107,27 @@ def _is_whole(copy: Path, stats: dict[str, os.stat_result]) -> bool:
     return False
 
 
-def _fill(place: Path, source: Path, files: list[Path]) -> None:
+def _fill(place: Path, source: Path, files: list[Path], stats: dict[str, os.stat_result]) -> None:
     partial = place.with_suffix(".partial")
     for remains in (partial, place):
         shutil.rmtree(remains, ignore_errors=True)
-    needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(place.parent).free
+    needed, free = sum(status.st_size for status in stats.values()), shutil.disk_usage(place.parent).free
     if needed > free:
         raise _NoRoom(f"it has {needed} bytes, and {place.parent} has room for {free}")
     began = time.monotonic()
     partial.mkdir(mode=0o700)
     try:
         _copy(partial, source, files)
+        if not _is_whole(partial / source.name, stats):  # it would be copied again without end
+            raise StorageError(f"{source} changed while it was staged; start again when no process writes to it")
+        (partial / "source").write_text(str(source))
+        partial.rename(place)
     except OSError as error:  # other processes may fill the disk, or remove the source
-        shutil.rmtree(partial, ignore_errors=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _NoRoom(error) from error
         raise StorageError(f"{source} cannot be staged to {place.parent}: {error}") from error
-    (partial / "source").write_text(str(source))
-    partial.rename(place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     log.info("staged %s: %d bytes in %.1f s", source, needed, time.monotonic() - began)
 
 

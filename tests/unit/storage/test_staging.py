@@ -73,6 +73,13 @@ def test_a_model_that_has_changed_is_another_copy(node: Path, model: Path) -> No
     assert first != second and (Path(second) / "model.safetensors").read_bytes() == b"other weights"
 
 
+def test_a_source_that_changes_while_it_is_copied_is_an_error(node: Path) -> None:
+    source = Path("/proc/self/status")  # its size is 0, and more can be read
+    with pytest.raises(StorageError, match="/proc/self/status changed while it was staged; start again when"):
+        staged(str(source))
+    assert staging.source_of(str(source)) == str(source) and not [*node.rglob("status")]
+
+
 def test_waiting_for_another_process_times_out(node: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = "from rftdask.storage import staging\nstaging._fill = lambda *_: (print('begun', flush=True), input())\n"
     code = f"{stuck}staging.staged({str(model)!r})"
