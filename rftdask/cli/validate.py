@@ -83,7 +83,8 @@ def validate(
     if data and not missing:
         from rftdask.driver.preflight import rewards_of_truths  # late: loads pyarrow
 
-        say("\n".join(["", *rewards_of_truths(stages)]))
+        if lines := rewards_of_truths(stages):
+            say("\n".join(["", *lines]))
 
 
 def estimate(

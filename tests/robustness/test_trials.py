@@ -112,6 +112,18 @@ def test_validate_with_data_runs_custom_functions(config: Path) -> None:
     assert "tried on row 0 of taskset_0" in ended.err and "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize("answer", ["4", ""])
+def test_validate_ends_with_the_rewards_of_answers(config: Path, answer: str) -> None:
+    settings = own(config, "default_reward_fn_type", "def scored(response, truth, task):\n    return 1.0")
+    tasks = config.parent / "answers.jsonl"
+    tasks.write_text(json.dumps({"question": "2 + 2", "answer": answer}) + "\n")
+    only = f"{TASKSET}.path={tasks}", "buffer.explorer_input.eval_tasksets=[]"
+    ended = call_cli("validate", str(config), *settings, *only, "--data")
+    last = "\n\ntaskset taskset_0: reward of the expected answer: 1 on 1 row\n"
+    assert ended.code == 0 and ended.out.endswith(last) == bool(answer), ended
+    assert not ended.out.endswith("\n\n")
+
+
 @pytest.mark.parametrize(
     "source",
     [
