@@ -57,15 +57,15 @@ class SessionReport:
             cpus = min(num_processes, len(os.sched_getaffinity(0)))
             minutes = num_tests * _CPU_S_PER_TEST * calibrate() / cpus / 60
             text += f", about {max(1, round(minutes))} min on this machine with its load"
-        self._say(text)
+        self._write(text)
 
     def _watch(self) -> None:
         while not self._ended.wait(_LATE_S):
-            now = time.monotonic()
-            late = sorted((began, name) for name, began in list(self._began.items()) if now - began > _LATE_S)
+            now, running = time.monotonic(), self._began.copy()  # the main thread changes it
+            late = sorted((began, name) for name, began in running.items() if now - began > _LATE_S)
             if late:
                 began, name = late[0]
-                self._say(f"running for {now - began:.0f} s: {name}" + f" and {len(late) - 1} more" * (len(late) > 1))
+                self._write(f"running for {now - began:.0f} s: {name}" + f" and {len(late) - 1} more" * (len(late) > 1))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._began[nodeid] = time.monotonic()
@@ -85,9 +85,9 @@ class SessionReport:
         machine = f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} CPUs\n\n"
         texts = [f"{'=' * 100}\n{report.nodeid} ({report.when})\n{report.longreprtext}\n" for report in failed]
         LOG.write_text(machine + "\n".join(texts))
-        self._say(f"the failures are in {LOG}; attach this file if you report them")
+        self._write(f"the failures are in {LOG}; attach this file if you report them")
 
-    def _say(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         reporter: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.ensure_newline()

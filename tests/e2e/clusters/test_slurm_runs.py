@@ -210,21 +210,21 @@ def test_an_impossible_request_is_refused_with_the_arithmetic(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "texts"),
     [
         ({"prologue": ["echo no module cuda here >&2; exit 3"]}, ("ended as FAILED (exit 3:0)", "no module cuda here")),
         ({"walltime": "2-00:00:00"}, ("can never start: PENDING (PartitionTimeLimit)",)),
     ],
     ids=["failing prologue", "more time than its partition gives"],
 )
-def test_a_trainer_that_cannot_start_is_the_reason(demo: Demo, settings: dict[str, Any], told: tuple[str, ...]) -> None:
+def test_a_trainer_that_cannot_start_ends_the_run(demo: Demo, settings: dict[str, Any], texts: tuple[str, ...]) -> None:
     tree = yaml.safe_load(demo.config.read_text())
     tree["cluster"]["slurm"]["trainer"] |= settings
     demo.config.write_text(yaml.safe_dump(tree))
     assert call_cli("submit", str(demo.config)).code == 0
     demo.wait_for_end()
     assert demo.alive() == {}
-    assert all(text in demo.log() for text in told), demo.log()
+    assert all(text in demo.log() for text in texts), demo.log()
     assert SlurmCluster.reason(demo.job_ids("controller")[0]).startswith("FAILED")
 
 

@@ -49,7 +49,7 @@ def test_a_second_driver_starts_no_cluster_and_writes_nothing(tmp_path: Path, mo
         assert storage.list("") == held
 
 
-def test_a_slow_run_says_in_each_phase_what_it_waits_for(
+def test_a_slow_run_reports_in_each_phase_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     always = partial(StallWatch, 0.0)

@@ -148,7 +148,7 @@ def test_a_loaded_config_does_not_read_site_files_again(site: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("profile", "told"),
+    ("profile", "message"),
     [
         ("trainer: {num_ranks: 4}", "a profile has only the section cluster, and not trainer"),
         ("cluster: {slurm: {profile: other}}", "cluster.slurm.profile: a profile must not name another profile"),
@@ -156,11 +156,11 @@ def test_a_loaded_config_does_not_read_site_files_again(site: Path, tmp_path: Pa
         ("cluster: {slurm: {template: none.sh}}", "none.sh cannot be read"),
     ],
 )
-def test_a_profile_with_other_keys_is_an_error(site: Path, profile: str, told: str) -> None:
+def test_a_profile_with_other_keys_is_an_error(site: Path, profile: str, message: str) -> None:
     (site / "leonardo.yaml").write_text(profile)
-    assert told in "\n".join(problems(grpo(), "cluster.slurm.profile=leonardo"))
+    assert message in "\n".join(problems(grpo(), "cluster.slurm.profile=leonardo"))
 
 
 def test_a_missing_profile_is_reported_with_the_searched_places(site: Path) -> None:
-    [told] = problems(grpo(), "cluster.slurm.profile=marconi")
-    assert f"profile 'marconi' does not exist: neither {site}/marconi.yaml nor /etc/rftdask/marconi.yaml" in told
+    [problem] = problems(grpo(), "cluster.slurm.profile=marconi")
+    assert f"profile 'marconi' does not exist: neither {site}/marconi.yaml nor /etc/rftdask/marconi.yaml" in problem

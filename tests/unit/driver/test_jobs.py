@@ -119,7 +119,8 @@ class EndedSystem(SlurmCluster):
             raise RoleError(f"scancel {job_ids[0]} failed")
 
 
-def test_all_jobs_of_a_run_are_cancelled_although_one_fails(tmp_path: Path) -> None:
+def test_all_jobs_of_a_run_are_cancelled_although_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EndedSystem, "tried", [])
     (begun(tmp_path) / "control" / "private").mkdir(parents=True)
     system = f"{__name__}.EndedSystem"
     jobs = [JobRecord(role, role, str(n), system, 0.0) for n, role in enumerate(("explore", "train", "explorer"), 1)]
