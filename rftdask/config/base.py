@@ -88,7 +88,13 @@ class EnvInterpolated:
     (`fill_from_environment`)."""
 
 
-Mark = Later | Computed | Aliases | PluginName | EnvInterpolated
+@dataclass(frozen=True)
+class MayChange:
+    """A later start of a run may change the value; of a section, all its keys. It affects the length, speed, limits,
+    place or output of a run, and of what is trained only the rounding. A key without this mark must stay."""
+
+
+Mark = Later | Computed | Aliases | PluginName | EnvInterpolated | MayChange
 
 
 class FrozenDict(dict[str, Any]):
@@ -305,12 +311,13 @@ def _info_at(schema: type[Section], path: str) -> FieldInfo | None:
     return field_at(schema, loc)[1] if loc and loc[0] in schema.model_fields else None
 
 
-def plain(value: Any) -> Any:
-    """Return sections and frozen containers as plain dicts and lists."""
+def plain(value: Any, without: Mark | None = None) -> Any:
+    """Return sections and frozen containers as plain dicts and lists, without the keys that have the mark `without`."""
     if isinstance(value, Section):
-        return {key: plain(getattr(value, key)) for key in type(value).model_fields}
+        keys = [key for key, info in type(value).model_fields.items() if without not in info.metadata]
+        return {key: plain(getattr(value, key), without) for key in keys}
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: plain(item, without) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item, without) for item in value]
     return value

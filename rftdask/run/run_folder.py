@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rftdask.config import Config, fill_from_environment, load_config, names_environment, replace
-from rftdask.config.base import plain
+from rftdask.config.base import MayChange, plain
 from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, UserError
 from rftdask.run.lease import (
     conflict,
@@ -45,40 +45,6 @@ _CONFIG_EDITION = 2
 """Edition of the meaning of config values, in `run.json`. In edition 1, without a number, plaintext meant raw, and
 supervised rows ignored `system_prompt_key` and `reply_prefix`."""
 _PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow", "fsspec", "vllm")
-
-_SERVICE_KEYS = ("requests_per_minute", "tokens_per_minute", "max_retries", "prompt_price", "response_price")
-"""Pace and price of a model behind an API."""
-
-_FREE_KEYS = {
-    "checkpoint_root_dir", "cluster", "continue_from_checkpoint", "log", "mode", "monitor", "private", "service",
-    "stages",
-    "buffer.explorer_input.eval_tasksets", "buffer.max_bad_rows", "buffer.total_epochs", "buffer.total_steps",
-    "buffer.trainer_input.eval_buffer", "buffer.trainer_input.experience_buffer.capacity",
-    "buffer.trainer_input.experience_buffer.max_read_timeout",
-    "buffer.trainer_input.experience_buffer.max_unread_bytes", "buffer.trainer_input.experience_buffer.retention",
-    "data_processor.task_pipeline.num_process",
-    "explorer.bench_on_latest_checkpoint", "explorer.env_vars", "explorer.eval_interval", "explorer.eval_on_startup",
-    "explorer.listen_address", "explorer.max_retry_times", "explorer.max_timeout", "explorer.max_workers",
-    "explorer.min_workers", "explorer.name", "explorer.proxy_port",
-    "explorer.rollout_model.data_parallel_size", "explorer.rollout_model.engine_num",
-    "explorer.rollout_model.gpu_memory_utilization", "explorer.rollout_model.pipeline_parallel_size",
-    "explorer.rollout_model.tensor_parallel_size", "explorer.sandbox.max_processes",
-    *(f"explorer.rollout_model.{key}" for key in _SERVICE_KEYS),
-    "synchronizer.poll_interval_s", "synchronizer.sync_method", "synchronizer.sync_timeout",
-    "synchronizer.full_publish_interval",
-    "trainer.eval_interval", "trainer.gradient_checkpointing", "trainer.max_checkpoints_to_keep",
-    "trainer.max_restarts", "trainer.name", "trainer.num_ranks", "trainer.offload_policy", "trainer.prefetch_layers",
-    "trainer.reshard_after_forward", "trainer.save_hf_checkpoint", "trainer.save_interval", "trainer.save_minutes",
-    "trainer.save_strategy", "trainer.tensor_parallel_size", "trainer.total_steps", "trainer.trainer_strategy",
-    "trainer.ulysses_sequence_parallel_size",
-}  # fmt: skip
-"""Keys that a later start may change: they affect length, speed and output of a run, not its steps."""
-
-_FREE_OF_MODELS = (
-    *("engine_num", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "gpu_memory_utilization"),
-    *_SERVICE_KEYS,
-)
-"""Keys of each auxiliary model that a later start may change."""
 
 _TRAINED_KEYS = {"buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"}
 """Keys that a later start in mode bench may leave out."""
@@ -157,12 +123,11 @@ def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) ->
         was = replace(was, {"checkpoint_root_dir": config.checkpoint_root_dir})
     # Before the comparison, since the user has not changed what the first start chose.
     config = _with_defaults_of(config, was)
-    free = {*_FREE_KEYS, *free}
     if config.mode == "bench" and not config.buffer.explorer_input.train_tasksets:
-        free |= _TRAINED_KEYS  # an evaluation does not read them
+        free = {*free, *_TRAINED_KEYS}  # an evaluation does not read them
     differing = [
         mask(f"{key}: was {old!r}, is {new!r}")
-        for key, old, new in _differences(_compared(was), _compared(config))
+        for key, old, new in _differences(plain(was, MayChange()), plain(config, MayChange()))
         if not (key == "model.model_path" and _is_of_the_run(storage, old, new))
         and not any(key == other or key.startswith(f"{other}.") for other in free)
     ]
@@ -338,15 +303,6 @@ def _is_of_the_run(storage: Storage, was: str, now: str) -> bool:
     root = storage.url.rstrip("/").rpartition("/")[0]
     inside = now.removeprefix(root)
     return now.startswith(f"{root}/") and "/global_step_" in inside and was.endswith(inside)
-
-
-def _compared(config: Config) -> dict[str, Any]:
-    """Config tree without the free keys of auxiliary models."""
-    tree: dict[str, Any] = plain(config)
-    for model in tree["explorer"]["auxiliary_models"]:
-        for key in _FREE_OF_MODELS:
-            del model[key]
-    return tree
 
 
 def _differences(was: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

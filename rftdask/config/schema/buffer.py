@@ -12,6 +12,7 @@ from rftdask.config.base import (
     Count,
     EnvInterpolated,
     Location,
+    MayChange,
     Natural,
     OpenDict,
     PluginName,
@@ -198,11 +199,11 @@ class ExplorerInput(Section):
     """Training tasks, if there is one taskset."""
     tasksets: tuple[TasksetConfig, ...] = ()
     """Training tasks, if there are several tasksets. Excludes `taskset`."""
-    eval_tasksets: tuple[TasksetConfig, ...] = ()
+    eval_tasksets: Annotated[tuple[TasksetConfig, ...], MayChange()] = ()
     """Evaluation tasks. If a dataset is trained (mode train), engines for them run alongside the trainer."""
     default_workflow_type: Annotated[str | None, _WORKFLOW] = None
     """Workflow of tasksets without one. None: the simple workflow."""
-    default_eval_workflow_type: Annotated[str | None, _WORKFLOW] = None
+    default_eval_workflow_type: Annotated[str | None, _WORKFLOW, MayChange()] = None
     """Workflow of evaluation tasksets without one. None: `default_workflow_type`."""
     default_reward_fn_type: Annotated[str | None, PluginName("reward function", registered_rewards)] = None
     """Reward function of tasksets without one. None: the workflow's own."""
@@ -331,18 +332,18 @@ class ExperienceBufferConfig(Section):
     """Dataset: local file or folder, or a name on the Hub. sql: database URL, postgresql://user@host/name or
     sqlite:////folder/file.db; None, for a log: experiences.sqlite in the run folder. Write a URL with a password as
     ${oc.env:NAME}; it is never stored. Logs of queue and file are in the run folder and have no path."""
-    capacity: Count | None = None
+    capacity: Annotated[Count | None, MayChange()] = None
     """mode both: explorers start no work unit while this many experiences are unread or in progress. A train batch is
     always let through. None: only `synchronizer` limits the lead."""
-    max_unread_bytes: Count | None = None
+    max_unread_bytes: Annotated[Count | None, MayChange()] = None
     """The same limit in bytes of tokens, logprobs and text, estimated from the mean of committed experiences. None: no
     limit."""
-    max_read_timeout: Seconds = 1800.0
+    max_read_timeout: Annotated[Seconds, MayChange()] = 1800.0
     """Seconds that the trainer waits for a full batch. After that it trains the whole groups that exist; it fails if
     there are none, and always in style fixed, where batches do not depend on time."""
     replay_buffer: ReplayConfig = ReplayConfig.model_construct()
     """Replay by priority."""
-    retention: RetentionConfig = RetentionConfig.model_construct()
+    retention: Annotated[RetentionConfig, MayChange()] = RetentionConfig.model_construct()
     """Retention of trained experiences."""
     split: str = "train"
     """Split of the dataset."""
@@ -378,7 +379,7 @@ class TrainerInput(Section):
     """The main input."""
     auxiliary_buffers: dict[str, ExperienceBufferConfig] = empty_dict()
     """Datasets by name, in the format of sft; sample_strategy mix takes its demonstrations from one of them."""
-    eval_buffer: ExperienceBufferConfig | None = None
+    eval_buffer: Annotated[ExperienceBufferConfig | None, MayChange()] = None
     """Held-out dataset in the format of the main input: mode train measures the loss on it before the first step, every
     `trainer.eval_interval` steps and after the last. For algorithms that learn from a dataset (sft, dpo, cpt and
     similar). None: no such evaluation."""
@@ -421,11 +422,11 @@ class BufferConfig(Section):
     """Experiences in one train step; its rollouts must be a multiple of `algorithm.repeat_times`. For algorithms that
     learn from a dataset: rows, which may be pairs. None or 0: batch_size x repeat_times (dataset: batch_size), plus the
     demonstrations of mix."""
-    total_epochs: Count = 1
+    total_epochs: Annotated[Count, MayChange()] = 1
     """Passes over the training tasks, or over the dataset."""
-    total_steps: Count | None = None
+    total_steps: Annotated[Count | None, MayChange()] = None
     """Explore steps (sft: train steps). Overrides `total_epochs`. None: `total_epochs` decides."""
-    max_bad_rows: Natural = 0
+    max_bad_rows: Annotated[Natural, MayChange()] = 0
     """Rows of a taskset without a usable prompt or answer that do not prevent a start. All rollouts of such a task fail
     with the reason. All rows are checked before the start, for at most a minute."""
     explorer_input: ExplorerInput = ExplorerInput.model_construct()

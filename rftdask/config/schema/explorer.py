@@ -12,6 +12,7 @@ from rftdask.config.base import (
     Computed,
     Count,
     Later,
+    MayChange,
     Natural,
     OpenDict,
     PluginName,
@@ -141,7 +142,7 @@ class InferenceModelConfig(Section):
     variables named by model.external_model. tinker: a model at the Tinker service, for the policy with `model.tinker`;
     needs the extra `tinker`. fake: random tokens, for tests. package.module.Name: your own subclass of
     rftdask.engines.base.Engine."""
-    engine_num: Annotated[Natural, Computed("1; auxiliary_models: 0")] = absent()
+    engine_num: Annotated[Natural, Computed("1; auxiliary_models: 0"), MayChange()] = absent()
     """Number of engines, each a Dask worker with the GPUs it needs. auxiliary_models: 0 loads the model with the policy
     in each explorer worker, on its GPUs; with more, all explorers of the run share the engines."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -177,19 +178,19 @@ class InferenceModelConfig(Section):
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """auxiliary_models: maximum length of prompt and response together, which sets the size of vLLM's cache. None: as
     long as model and cache allow."""
-    requests_per_minute: Count | None = None
+    requests_per_minute: Annotated[Count | None, MayChange()] = None
     """external: maximum requests in any minute, of all explorer workers of the run; each worker gets an equal share.
     Retries count. None: no limit here."""
-    tokens_per_minute: Count | None = None
+    tokens_per_minute: Annotated[Count | None, MayChange()] = None
     """external: maximum tokens of prompts and answers in any minute. An answer counts as its maximum until it arrives.
     None: no limit here."""
-    max_retries: Natural = 8
+    max_retries: Annotated[Natural, MayChange()] = 8
     """external: retries of a request that failed because the service was busy (408, 409, 429, 5xx, lost connections),
     after the pause that it requests, else after growing pauses."""
-    prompt_price: float | None = Field(default=None, ge=0)
+    prompt_price: Annotated[float | None, MayChange()] = Field(default=None, ge=0)
     """auxiliary_models: price of a million prompt tokens, in any currency; metrics and summary report the sum. None:
     not counted."""
-    response_price: float | None = Field(default=None, ge=0)
+    response_price: Annotated[float | None, MayChange()] = Field(default=None, ge=0)
     """auxiliary_models: price of a million response tokens. None: not counted."""
     tool_call_parser: ToolCallParser | None = None
     """Format of the model's tool calls, for workflows that use `model.openai_client()`. hermes: JSON in <tool_call>.
@@ -199,23 +200,23 @@ class InferenceModelConfig(Section):
     """Format of the model's thoughts, for the same workflows. think, deepseek_r1, deepseek_v3, qwen3: they end with
     </think>. openai_gptoss, template, none: as for tool_call_parser. The others are vLLM's. None: detected from the
     chat template, else none."""
-    tensor_parallel_size: Count = 1
+    tensor_parallel_size: Annotated[Count, MayChange()] = 1
     """vLLM: GPUs of one engine, splitting each layer."""
-    data_parallel_size: Count = 1
+    data_parallel_size: Annotated[Count, MayChange()] = 1
     """vLLM: copies in one engine, each on its own GPUs."""
-    pipeline_parallel_size: Count = 1
+    pipeline_parallel_size: Annotated[Count, MayChange()] = 1
     """vLLM: GPUs of one engine, splitting the stack of layers."""
-    enable_expert_parallel: bool = False
+    enable_expert_parallel: Annotated[bool, MayChange()] = False
     """vLLM: distribute the experts over the GPUs."""
     extra_engine_args: OpenDict = empty_dict()
     """vLLM: further arguments of AsyncEngineArgs; they override those derived from other keys."""
-    enforce_eager: bool = False
+    enforce_eager: Annotated[bool, MayChange()] = False
     """vLLM: use no CUDA graphs."""
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: Annotated[bool, MayChange()] = True
     """vLLM: reuse the attention cache of equal prefixes within one policy version."""
-    enable_chunked_prefill: bool = True
+    enable_chunked_prefill: Annotated[bool, MayChange()] = True
     """vLLM: split long prompts."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    gpu_memory_utilization: Annotated[float, MayChange()] = Field(default=0.9, gt=0, le=1)
     """vLLM: share of the GPU's memory. Engines of one explorer worker share its GPUs. 1: all memory."""
 
     @reading("engine_type", *_REFUSED)
@@ -287,7 +288,7 @@ class OverRolloutConfig(Section):
 
     ratio: float = Field(default=0.0, ge=0, lt=1)
     """Share of a work unit's tasks that may be missing. 0: wait for all."""
-    wait_after_min: float = Field(default=30.0, ge=0)
+    wait_after_min: Annotated[float, MayChange()] = Field(default=30.0, ge=0)
     """Seconds that the remaining tasks get once enough are done; then they are cancelled and count as timeouts."""
     return_partial_tasks: bool = False
     """Keep the finished rollouts of cancelled tasks. False: they are set aside."""
@@ -325,12 +326,12 @@ class SandboxConfig(Section):
 class ExplorerConfig(Section):
     """`explorer`: how tasks become experiences."""
 
-    name: str = Field(default="explorer", pattern=NAME)
+    name: Annotated[str, MayChange()] = Field(default="explorer", pattern=NAME)
     """Name in plans and estimates. Commands in mode explore with different names share the work of one run."""
-    min_workers: Count | None = None
+    min_workers: Annotated[Count | None, MayChange()] = None
     """Explorer workers at the start, and the minimum later. None: rollout_model.engine_num, or max_workers if that is
     less."""
-    max_workers: Count | None = None
+    max_workers: Annotated[Count | None, MayChange()] = None
     """Maximum explorer workers that a run requests while work units wait. None: rollout_model.engine_num, or
     min_workers if that is more."""
     tasks_per_batch: Count | None = None
@@ -340,37 +341,37 @@ class ExplorerConfig(Section):
     """Concurrent rollouts of an engine; others wait. Except in style fixed, the next work unit fills free slots. None:
     as many as one work unit has rollouts. memory: as many as its key-value cache holds, by the mean length of the
     worker's last rollouts, but not fewer than with None; engines that do not report their cache size use None."""
-    max_commit_delay_s: float | None = Field(default=0.25, gt=0)
+    max_commit_delay_s: Annotated[float | None, MayChange()] = Field(default=0.25, gt=0)
     """Seconds that finished rollouts of a task wait for the other tasks of their work unit before they are committed in
     a part of their own. None: work units are committed as a whole."""
-    max_timeout: Seconds = 1800.0
+    max_timeout: Annotated[Seconds, MayChange()] = 1800.0
     """Seconds for one attempt of a rollout."""
-    max_retry_times: Natural = 2
+    max_retry_times: Annotated[Natural, MayChange()] = 2
     """Further attempts after a failed one."""
-    env_vars: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], str] = empty_dict()
+    env_vars: Annotated[dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], str], MayChange()] = empty_dict()
     """Environment variables of the explorer's processes. Write a secret as ${oc.env:NAME}; it is never stored."""
     plugin_dirs: tuple[str, ...] = ()
     """Folders whose modules are imported where rollouts run, for the workflows and rewards that they register."""
-    sandbox: SandboxConfig = SandboxConfig.model_construct()
+    sandbox: Annotated[SandboxConfig, MayChange()] = SandboxConfig.model_construct()
     """Processes for workflows and rewards of the user's."""
     rollout_model: InferenceModelConfig = InferenceModelConfig.model_construct()
     """Engines of the policy."""
     auxiliary_models: tuple[InferenceModelConfig, ...] = ()
     """Models that workflows may use, such as judges: with the policy in each explorer worker, on their own workers
     (`engine_num`), or behind an API. For on_policy_distill and jsd they are teachers, which the trainer loads."""
-    eval_interval: Count = 100
+    eval_interval: Annotated[Count, MayChange()] = 100
     """Explore steps between evaluations, rounded down to a multiple of the explorer's synchronization interval."""
-    eval_on_startup: bool = True
+    eval_on_startup: Annotated[bool, MayChange()] = True
     """Evaluate the initial weights."""
-    bench_on_latest_checkpoint: bool = False
+    bench_on_latest_checkpoint: Annotated[bool, MayChange()] = False
     """Mode bench: evaluate only the newest checkpoint."""
     over_rollout: OverRolloutConfig = OverRolloutConfig.model_construct()
     """Do not wait for the slowest tasks."""
-    dynamic_timeout: DynamicTimeoutConfig = DynamicTimeoutConfig.model_construct()
+    dynamic_timeout: Annotated[DynamicTimeoutConfig, MayChange()] = DynamicTimeoutConfig.model_construct()
     """Time limit derived from the mean duration."""
-    listen_address: str = "127.0.0.1"
+    listen_address: Annotated[str, MayChange()] = "127.0.0.1"
     """Mode serve, and `rftdask serve`: address to listen on. Clients need the key."""
-    proxy_port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    proxy_port: Annotated[int, Field(ge=0, le=65535), MayChange()] = 8000
     """Mode serve, and `rftdask serve`: port to listen on. 0: any free port."""
 
     @reading("min_workers", "max_workers")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Computed, Count, Natural, Problem, Section, absent, reading
+from rftdask.config.base import Computed, Count, MayChange, Natural, Problem, Section, absent, reading
 
 
 class LoraConfig(Section):
@@ -34,9 +34,9 @@ class ExternalModelConfig(Section):
 
     enable: bool = False
     """Evaluate this model instead of the policy."""
-    base_url_env: str = "OPENAI_BASE_URL"
+    base_url_env: Annotated[str, MayChange()] = "OPENAI_BASE_URL"
     """Environment variable with the address."""
-    api_key_env: str = "OPENAI_API_KEY"
+    api_key_env: Annotated[str, MayChange()] = "OPENAI_API_KEY"
     """Environment variable with the key."""
     model_name: str | None = None
     """Name of the model at the service."""
@@ -59,7 +59,7 @@ class TinkerConfig(Section):
     """Adapt the attention layers."""
     train_unembed: bool = True
     """Adapt the output layer."""
-    base_url: str | None = None
+    base_url: Annotated[str | None, MayChange()] = None
     """Address of the service. None: the environment variable TINKER_BASE_URL, else the hosted service."""
 
     @reading("train_mlp", "train_attn", "train_unembed")

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 from rftdask.config.base import (
     Computed,
     Count,
+    MayChange,
     OpenDict,
     PluginName,
     Problem,
@@ -109,7 +110,7 @@ class TaskPipelineConfig(Section):
 
     operators: tuple[OpenDict, ...] = ()
     """[{name, args}, ...] of Data-Juicer, in this order."""
-    num_process: Count = 4
+    num_process: Annotated[Count, MayChange()] = 4
     """Maximum processes of each operator."""
     config_path: str | None = None
     """Data-Juicer recipe (YAML) instead of `operators`. None: no recipe."""
@@ -221,7 +222,7 @@ class Config(Section):
     >>> config.algorithm.repeat_times, config.checkpoint_job_dir
     """
 
-    mode: Mode = "both"
+    mode: Annotated[Mode, MayChange()] = "both"
     """both: explore and train. explore, train: one of them. bench: evaluate checkpoints. colocate: both, with trainer
     and engines taking turns on the same GPUs (it is read as both with cluster.colocate)."""
     project: Name = "rftdask"
@@ -230,12 +231,12 @@ class Config(Section):
     """Second part of the run's folder; may be empty."""
     name: Name = Field(default="rft", min_length=1)
     """Last part of the run's folder."""
-    checkpoint_root_dir: str = Field(default="./runs", min_length=1)
+    checkpoint_root_dir: Annotated[str, MayChange()] = Field(default="./runs", min_length=1)
     """Where runs live: a local path or any fsspec URL."""
-    private: bool = False
+    private: Annotated[bool, MayChange()] = False
     """Restrict the run to its owner: folders have mode 0700 and files 0600, whatever the umask. Only for local folders;
     buckets have their own access rules."""
-    continue_from_checkpoint: bool = True
+    continue_from_checkpoint: Annotated[bool, MayChange()] = True
     """True: continue the run in the folder. False: each start creates a new run next to it if the folder is not empty,
     with the UTC time at the end of its name; jobs of `rftdask submit` continue the one that it created."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
@@ -247,7 +248,7 @@ class Config(Section):
     """The objective."""
     model: ModelConfig
     """The trained model."""
-    cluster: ClusterConfig = ClusterConfig.model_construct()
+    cluster: Annotated[ClusterConfig, MayChange()] = ClusterConfig.model_construct()
     """The machines."""
     buffer: BufferConfig = BufferConfig.model_construct()
     """Batches and data."""
@@ -257,15 +258,15 @@ class Config(Section):
     """Training."""
     synchronizer: SynchronizerConfig = SynchronizerConfig.model_construct()
     """Hand-over of weights."""
-    monitor: MonitorConfig = MonitorConfig.model_construct()
+    monitor: Annotated[MonitorConfig, MayChange()] = MonitorConfig.model_construct()
     """Metrics."""
     data_processor: DataProcessorConfig = DataProcessorConfig.model_construct()
     """Pipelines."""
-    service: ServiceConfig = ServiceConfig.model_construct()
+    service: Annotated[ServiceConfig, MayChange()] = ServiceConfig.model_construct()
     """External services."""
-    log: LogConfig = LogConfig.model_construct()
+    log: Annotated[LogConfig, MayChange()] = LogConfig.model_construct()
     """Messages."""
-    stages: tuple[StageConfig, ...] = ()
+    stages: Annotated[tuple[StageConfig, ...], MayChange()] = ()
     """Runs that follow each other, each on the weights of the previous one."""
 
     _warnings: tuple[str, ...] = PrivateAttr(())

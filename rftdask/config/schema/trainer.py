@@ -12,6 +12,7 @@ from rftdask.config.base import (
     Aliases,
     Computed,
     Count,
+    MayChange,
     Natural,
     PluginName,
     Problem,
@@ -39,7 +40,7 @@ class CriticConfig(Section):
 class TrainerConfig(Section):
     """`trainer`: steps, each with the updates of one batch, and checkpoints. Intervals count steps."""
 
-    name: str = Field(default="trainer", pattern=NAME)
+    name: Annotated[str, MayChange()] = Field(default="trainer", pattern=NAME)
     """Name in the plan of `rftdask validate`, and in estimates."""
     trainer_type: Annotated[
         str,
@@ -55,25 +56,26 @@ class TrainerConfig(Section):
             "fsdp2 takes the place of PyTorch's first FSDP and of Megatron, whose sizes are tensor_parallel_size and "
             "ulysses_sequence_parallel_size here",
         ),
+        MayChange(),
     ] = "fsdp2"
     """How ranks share the model. fsdp2: each holds a part of weights, gradients and optimizer state. ddp: each holds
     all of it. single: one rank. With one rank all three are equal."""
-    num_ranks: Count | None = None
+    num_ranks: Annotated[Count | None, MayChange()] = None
     """Ranks of the trainer, each on its own worker and GPU. None: as many as explorers leave GPUs; on CPUs, one."""
-    max_restarts: Natural = 3
+    max_restarts: Annotated[Natural, MayChange()] = 3
     """Maximum restarts from the newest checkpoint after a rank was lost, without a new step in between. Workers taken
     away by a batch system (preempted, walltime) do not count, up to 20 times."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, MayChange()] = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
-    torch_compile: bool = False
+    torch_compile: Annotated[bool, MayChange()] = False
     """Compile the policy's layers with torch.compile. The first steps are slow, and rounding differs."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: Annotated[bool, MayChange()] = True
     """fsdp2: free a layer's weights between its forward and backward pass: less memory, more communication."""
-    prefetch_layers: Natural = 0
+    prefetch_layers: Annotated[Natural, MayChange()] = 0
     """fsdp2: layers whose weights are fetched in advance. 0: PyTorch's default, one in the backward pass."""
-    micro_batch_size: Count | None = None
+    micro_batch_size: Annotated[Count | None, MayChange()] = None
     """Experiences in one forward and backward pass. None: `max_token_len_per_gpu` decides."""
-    max_token_len_per_gpu: Count | None = None
+    max_token_len_per_gpu: Annotated[Count | None, MayChange()] = None
     """Tokens in one pass; nothing is padded. A longer experience gets a pass of its own. The gradient does not depend
     on it. Ranks that split sequences have this limit each. None: 16384."""
     ppo_epochs: Count = 1
@@ -83,42 +85,44 @@ class TrainerConfig(Section):
     """
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """Mixtures of experts: weight of the load-balancing loss, computed for each pass as in transformers. 0: none."""
-    save_interval: Natural = 0
+    save_interval: Annotated[Natural, MayChange()] = 0
     """Steps between checkpoints. 0: only after the last step, and by `save_minutes`."""
-    save_minutes: float = Field(default=10.0, ge=0)
+    save_minutes: Annotated[float, MayChange()] = Field(default=10.0, ge=0)
     """Minutes of training after which a checkpoint is written in any case, the maximum that a killed trainer loses. Of
     these, and of checkpoints of stopped runs, one is kept in addition to the newest. 0: none."""
-    eval_interval: Natural = 0
+    eval_interval: Annotated[Natural, MayChange()] = 0
     """Steps between evaluations on `buffer.trainer_input.eval_buffer` and, if a dataset is trained, on `eval_tasksets`.
     0: only before the first step and after the last."""
-    total_steps: Count | None = None
+    total_steps: Annotated[Count | None, MayChange()] = None
     """Steps to train. None: until the experiences end."""
-    save_hf_checkpoint: Literal["last", "always", "never"] = "last"
+    save_hf_checkpoint: Annotated[Literal["last", "always", "never"], MayChange()] = "last"
     """Checkpoints that also contain the model in the Hugging Face layout."""
     grad_clip: Annotated[float, Computed("algorithm.optimizer.clip_grad, else 1.0")] = absent(ge=0)
     """Maximum gradient norm. 0: no limit."""
-    max_checkpoints_to_keep: Natural = 5
+    max_checkpoints_to_keep: Annotated[Natural, MayChange()] = 5
     """Number of checkpoints; older ones are removed. Each takes 12 bytes per weight with AdamW. 0: keep all of
     `save_interval` and of ends."""
-    use_dynamic_bsz: bool = True
+    use_dynamic_bsz: Annotated[bool, MayChange()] = True
     """True: a pass takes as many experiences as `max_token_len_per_gpu` tokens allow, and at most `micro_batch_size`.
     False: `micro_batch_size` experiences of any length; if that is None, one."""
     critic: CriticConfig = CriticConfig.model_construct()
     """Value model of ppo."""
     critic_warmup: Natural = 0
     """Number of first steps that train only the critic."""
-    ulysses_sequence_parallel_size: Count = 1
+    ulysses_sequence_parallel_size: Annotated[Count, MayChange()] = 1
     """Ranks that split the tokens of each pass. Must divide `num_ranks` and the attention heads."""
-    tensor_parallel_size: Count = 1
+    tensor_parallel_size: Annotated[Count, MayChange()] = 1
     """Ranks that split each layer by the model's own plan (in a mixture, each has some of the experts) and compute the
     same experiences. fsdp2 shards each part over the ranks that hold it. Must divide `num_ranks`, the heads, the inner
     width and the experts."""
     master_weights: Literal["float32", "bfloat16"] = "float32"
     """Data type of the optimizer's weights and of gradients. bfloat16: half of the memory, with stochastic rounding, so
     that small steps add up (fsdp2, with an optimizer of torchao.optim)."""
-    offload_policy: bool = False
+    offload_policy: Annotated[bool, MayChange()] = False
     """fsdp2: keep weights, gradients and optimizer state in host memory, and run the optimizer there."""
-    save_strategy: Literal["single_thread", "single_process", "single_node", "unrestricted"] = "unrestricted"
+    save_strategy: Annotated[Literal["single_thread", "single_process", "single_node", "unrestricted"], MayChange()] = (
+        "unrestricted"
+    )
     """Ranks that may write their part of a checkpoint at the same time, in the background. unrestricted: all.
     single_node: those of one host. single_process: one. single_thread: one, and training waits for it."""
 
@@ -193,6 +197,7 @@ class SynchronizerConfig(Section):
     sync_method: Annotated[
         Literal["auto", "checkpoint", "memory", "nccl"],
         Aliases({"online": "nccl", "offline": "checkpoint"}, "the name is deprecated"),
+        MayChange(),
     ] = "auto"
     """How weights travel. checkpoint: through files in the run folder. memory, nccl: the trainer keeps them in its
     machines' memory (/dev/shm), which engines there map, and writes files only with each checkpoint; other machines get
@@ -215,7 +220,7 @@ class SynchronizerConfig(Section):
     """Train steps between publications. None: `sync_interval`."""
     sync_offset: Natural = 0
     """Explore steps before the first interval starts: the lead of the explorers."""
-    sync_timeout: Seconds = 3600.0
+    sync_timeout: Annotated[Seconds, MayChange()] = 3600.0
     """Seconds to wait for the other role before an error."""
     max_staleness: Natural | None = None
     """Maximum policy versions between the weights that sampled a token and the weights that train it. None: the bound
@@ -223,11 +228,11 @@ class SynchronizerConfig(Section):
     load_in_flight: bool = False
     """fully_async: engines load new weights between two tokens of running responses, which then span versions;
     staleness counts from the oldest. False: engines load when no request is running."""
-    full_publish_interval: Count = 1
+    full_publish_interval: Annotated[Count, MayChange()] = 1
     """Publications from one full set of weights to the next. Those in between are published as deltas to the previous
     version if the delta is less than half the size: with engines in bfloat16 and small learning rates, a few percent.
     1: every publication is full."""
-    poll_interval_s: Seconds = 0.05
+    poll_interval_s: Annotated[Seconds, MayChange()] = 0.05
     """Seconds between polls of the pointer to the newest weights."""
 
     @reading("full_publish_interval", "sync_method")

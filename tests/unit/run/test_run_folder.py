@@ -74,6 +74,9 @@ FREE = {
     "explorer.listen_address": "127.0.0.2",
     "explorer.proxy_port": "8123",
     "explorer.sandbox.max_processes": "3",
+    "explorer.sandbox.max_memory_gb": "9",
+    "trainer.max_token_len_per_gpu": "512",
+    "buffer.explorer_input.default_eval_workflow_type": "math_workflow",
     "trainer.name": "learner",
     "checkpoint_root_dir": "/somewhere/else",
 }
