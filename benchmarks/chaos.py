@@ -3,6 +3,7 @@
     python benchmarks/chaos.py [--slurm] [--kills 20] [--explorers 2] [--steps 300] [--every SECONDS] [--rollout-s 0.02]
                                [--ahead 1] [--seed 1] [--folder DIR] [--kinds KIND,...] [--model quickstart]
                                [--quick] [--json FILE]
+    python benchmarks/chaos.py --until 10000 --folder DIR [--kills 40] [--steps 80] [...]
 
 A run with a fake model and real processes, in style fixed, is executed twice: undisturbed, and while processes are
 killed repeatedly with signal 9. Victims are an explorer worker, an engine, the trainer's rank, its worker (with the
@@ -18,28 +19,35 @@ The disturbed run must end with the same steps, the same ledger and the same bit
 lost and no duplicated row; and the orphans of a killed local driver must end without help. Goodput is the wall time of
 the undisturbed run divided by that of the disturbed run; with `--every`, also the number of steps until the last kill
 divided by the steps of the undisturbed run in the same time. The exit code is 1 if anything differs.
+
+With `--until`, runs with successive seeds are killed `--kills` times each, until there were that many kills in all.
+Each kill waits until the run's files show a random phase. DIR/kills.jsonl has a line for each run; the same command
+continues from it, and DIR keeps the folders of runs with a problem.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from chaos_configs import fake_tree, quickstart_tree, write_config
-from chaos_runs import SILENCE_S, LocalRun, Run, SlurmRun, read_recoveries, render, wait_until
+from chaos_configs import Tree, fake_tree, quickstart_tree, write_config
+from chaos_runs import PHASES, SILENCE_S, LocalRun, Run, SlurmRun, phase_of, read_recoveries, render, wait_until
 from report import Report, make_parser
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.shard import ShardName
 from rftdask.storage import open_storage
+from rftdask.storage.base import numbers_in
 
 
 def draw(kinds: Sequence[str], kills: int, seed: int) -> list[str]:
@@ -103,6 +111,73 @@ def _strike(run: Run, kind: str, rng: random.Random) -> bool:
     return run.strike(kind, rng)
 
 
+# ---- many runs
+
+
+PHASE_S = 2.0
+"""Longest wait for a phase, which a killed process may delay."""
+START_S = 3.0
+"""Kills of a starting run come within this time."""
+
+
+def kill_runs(folder: Path, tree: Tree, plain: Path, kinds: Sequence[str], args: argparse.Namespace) -> list[str]:
+    """Kill runs until there were `args.until` kills, with those of earlier calls. Returns: all problems."""
+    file = folder / "kills.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    undisturbed: Path | None = None
+    while sum(len(record["kills"]) for record in records) < args.until:
+        undisturbed = undisturbed or run_undisturbed(LocalRun, plain)[1].folder  # ends at once if it has ended before
+        seed = 1 + max(numbers_in((path.name for path in folder.iterdir()), "seed-", ".yaml"), default=0)
+        config = write_config(folder, f"seed-{seed}", tree, args.steps, args.explorers, args.ahead, False)
+        began, run = time.monotonic(), LocalRun(config)
+        try:
+            kill_in_phases(run, draw(kinds, args.kills, seed), random.Random(seed))
+            problems = [problem] if (problem := run.ended()) else check(run.folder, undisturbed, args.steps)
+        except SystemExit as error:  # a deadline has passed
+            problems = [str(error)]
+        finally:
+            run.close()
+        kills, wall_s = [(strike.kind, strike.phase) for strike in run.strikes], time.monotonic() - began
+        records.append({"seed": seed, "kills": kills, "problems": problems, "wall_s": wall_s})
+        with file.open("a") as lines:
+            lines.write(json.dumps(records[-1]) + "\n")
+        if not problems:
+            shutil.rmtree(run.folder)
+            config.with_suffix(".log").unlink()
+        print(f"seed {seed}: {len(kills)} kills in {wall_s:.0f} s; {problems or 'the same bits'}", flush=True)
+    counts = Counter((name, phase) for record in records for kind, phase in record["kills"] for name in (kind, "total"))
+    print(f"{'killed while':16}" + "".join(f"{phase:>12}" for phase in (*PHASES, "total")))
+    for name in (*LocalRun.victims, "total"):
+        row = [counts[name, phase] for phase in PHASES]
+        print(f"{name:16}" + "".join(f"{number:12,}" for number in (*row, sum(row))))
+    return [f"seed {record['seed']}: {problem}" for record in records for problem in record["problems"]]
+
+
+def kill_in_phases(run: LocalRun, kinds: Sequence[str], rng: random.Random) -> None:
+    """Kill one of each of `kinds` in turn, each in a random phase, and wait for the end of the run."""
+    for kind in kinds:
+        # A run starts only after its driver was killed.
+        phase = rng.choice(PHASES[1:])
+        if phase_of(run.folder) == "starting" and rng.random() < 0.5:
+            phase = "starting"
+            time.sleep(rng.uniform(0.0, START_S))
+        wait = partial(_wait_for_phase, run, phase)
+        wait_until(partial(_has_struck_or_ended, run, kind, rng, wait), SILENCE_S, f"a living {kind}", run.look_s)
+        if run.ended() is None:
+            run.recover(kind)
+    wait_until(lambda: run.ended() is not None, 10 * SILENCE_S, "the end of the run", run.look_s)
+
+
+def _has_struck_or_ended(run: Run, kind: str, rng: random.Random, wait: Callable[[], object]) -> bool:
+    return run.ended() is not None or run.strike(kind, rng, wait)
+
+
+def _wait_for_phase(run: Run, phase: str) -> None:
+    deadline = time.monotonic() + PHASE_S
+    while phase_of(run.folder) != phase and run.ended() is None and time.monotonic() < deadline:
+        time.sleep(0.003)
+
+
 # ---- results of a run
 
 
@@ -158,6 +233,7 @@ def main() -> None:
     parser.add_argument("--slurm", action="store_true", help="as jobs of the SLURM of this machine")
     parser.add_argument("--model", choices=("fake", "quickstart"), default="fake")
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--until", type=int, default=None, help="kills in all, of many runs of --kills each; local")
     parser.add_argument("--kinds", default="", help="what to kill, separated by commas; without it, everything")
     parser.add_argument("--every", type=float, default=None, help="seconds between kills, on average")
     parser.add_argument("--explorers", type=int, default=2)
@@ -179,6 +255,8 @@ def main() -> None:
     kinds = args.kinds.split(",") if args.kinds else start.victims
     if unknown := set(kinds) - set(start.victims):
         parser.error(f"--kinds {', '.join(sorted(unknown))}: there are {', '.join(start.victims)}")
+    if args.until is not None and (args.slurm or args.folder is None):
+        parser.error("--until needs --folder, where it continues, and runs without --slurm")
     reference = LocalRun if args.local_reference else start
     with tempfile.TemporaryDirectory(prefix="rftdask-chaos-") as temporary:
         folder = (args.folder or Path(temporary)).absolute()
@@ -189,6 +267,12 @@ def main() -> None:
             write_config(folder, name, tree, args.steps, args.explorers, args.ahead, kind is SlurmRun)
             for name, kind in (("undisturbed", reference), ("chaos", start))
         )
+        if args.until is not None:
+            problems = kill_runs(folder, tree, plain, kinds, args)
+            report.add(f"problems after {args.until} kills", len(problems), "problems", less_is_better=True, goal=0)
+            report.write()
+            print("\n".join(problems))
+            sys.exit(1 if problems else 0)
         plain_s, other = run_undisturbed(reference, plain)
         chaos_s, run = run_disturbed(
             start, chaos, args.steps, draw(kinds, args.kills, args.seed), args.every, args.seed

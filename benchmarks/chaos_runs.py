@@ -22,12 +22,16 @@ from typing import ClassVar, NamedTuple
 
 import psutil
 
+from rftdask.buffer.batches.ledger import Ledger
 from rftdask.cluster.batch_cluster import call
 from rftdask.cluster.jobs import JobRecord, read_jobs
 from rftdask.cluster.slurm import SlurmCluster
 from rftdask.processes.zygote import requester_of
-from rftdask.run.run_folder import read_end
+from rftdask.run.run_folder import read_driver, read_end
 from rftdask.storage import open_storage
+from rftdask.storage.base import numbers_in
+from rftdask.synchronizer.manifest import NAME as MANIFEST
+from rftdask.synchronizer.published import WEIGHTS_POINTER, read_pointer
 
 MARK = "RFTDASK_CHAOS_RUN"
 ENGINE, RANK, DRIVER = "rftdask.engines.server:serve", "rftdask.trainer.rank:serve", "-m rftdask run"
@@ -39,6 +43,9 @@ SILENCE_S = 300.0
 """Seconds without activity after which a run has failed."""
 
 
+PHASES = ("starting", "exploring", "training", "publishing", "saving")
+
+
 class Strike(NamedTuple):
     """One kill."""
 
@@ -47,6 +54,24 @@ class Strike(NamedTuple):
     """Unix time."""
     job_id: str
     """Job of the victim; empty without a batch system."""
+    phase: str
+    """What the run was doing, by its files: one of PHASES."""
+
+
+def phase_of(folder: Path) -> str:
+    """Return the phase of a run, by its files. A recorded batch is in training until its weights are published."""
+    storage = open_storage(folder)
+    driver = read_driver(storage)
+    results = [*folder.glob("ledger/main/0*.json"), *folder.glob("experiences/0*/*.parquet")]
+    if driver is None or max((file.stat().st_mtime for file in results), default=0.0) < driver["time_s"]:
+        return "starting"
+    steps = [int(path.name.rpartition("_")[2]) for path in folder.glob("global_step_*")]
+    if steps and not (folder / f"global_step_{max(steps)}" / MANIFEST).exists():
+        return "saving"
+    published = read_pointer(storage, WEIGHTS_POINTER) or 0
+    if max(numbers_in(storage.list("weights"), "", "/"), default=0) > published:
+        return "publishing"
+    return "training" if Ledger(storage).last_step() > published else "exploring"
 
 
 class Run(ABC):
@@ -76,8 +101,11 @@ class Run(ABC):
     def recover(self, kind: str) -> None:
         """Do what the user who started the run must do after a strike of this kind."""
 
-    def strike(self, kind: str, rng: random.Random) -> bool:
-        """Kill a random process of the kind with signal 9. Returns: False if none exists at this moment."""
+    def strike(self, kind: str, rng: random.Random, wait: Callable[[], object] = lambda: None) -> bool:
+        """Kill a random process of the kind with signal 9. Returns: False if none exists at this moment.
+
+        wait: called before the kill, when the victim is known.
+        """
         candidates = [process for process in self.living() if TARGETS[kind] in _command_line(process)]
         if not candidates:
             return False
@@ -85,8 +113,11 @@ class Run(ABC):
         try:
             if kind.endswith("worker"):
                 victim = psutil.Process(requester_of(victim.cmdline()) or victim.ppid())
-            self._note(kind, victim.environ().get("SLURM_JOB_ID", ""))
+            job_id = victim.environ().get("SLURM_JOB_ID", "")
+            wait()
+            phase = phase_of(self.folder)
             victim.kill()
+            self._note(kind, phase, job_id)
         except psutil.Error:
             return False
         return True
@@ -121,8 +152,8 @@ class Run(ABC):
             except psutil.Error:
                 continue
 
-    def _note(self, kind: str, job_id: str = "") -> None:
-        self.strikes.append(Strike(kind, time.time(), job_id))
+    def _note(self, kind: str, phase: str, job_id: str = "") -> None:
+        self.strikes.append(Strike(kind, time.time(), job_id, phase))
 
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(self.config.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -146,11 +177,12 @@ class LocalRun(Run):
         code = self._process.poll()
         return None if code is None else f"code {code}: see {self._log.name}" * bool(code)
 
-    def strike(self, kind: str, rng: random.Random) -> bool:
+    def strike(self, kind: str, rng: random.Random, wait: Callable[[], object] = lambda: None) -> bool:
         if kind != "driver":
-            return super().strike(kind, rng)
+            return super().strike(kind, rng, wait)
+        wait()
         # The started process: if the variables of a Dask parent are inherited, Dask gives it another name.
-        self._note(kind)
+        self._note(kind, phase_of(self.folder))
         self._process.kill()
         return True
 
@@ -217,15 +249,15 @@ class SlurmRun(Run):
     def recover(self, kind: str) -> None:
         return
 
-    def strike(self, kind: str, rng: random.Random) -> bool:
+    def strike(self, kind: str, rng: random.Random, wait: Callable[[], object] = lambda: None) -> bool:
         if kind in TARGETS:
-            return super().strike(kind, rng)
+            return super().strike(kind, rng, wait)
         role = {"trainer job": "trainer", "controller requeue": "controller"}.get(kind, "explorer")
         running = sorted(job_id for job_id, state in self._states(role).items() if state == "RUNNING")
         if not running:
             return False
         victim = rng.choice(running)
-        self._note(kind, victim)
+        self._note(kind, phase_of(self.folder), victim)
         if kind == "preemption":
             node = call("squeue", "--noheader", "--jobs", victim, "--format=%N").strip()
             options = ("--partition=urgent", f"--nodelist={node}", "--gres=gpu:1", "--time=1", "--output=/dev/null")

@@ -16,6 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rftdask.run.run_folder import note_begin
+from rftdask.storage import open_storage
+from rftdask.synchronizer.manifest import NAME as MANIFEST
+from rftdask.synchronizer.published import WEIGHTS_POINTER
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PARTS_OF_GPU = {"gpu_train"}
 """Modules that gpu.py runs."""
@@ -61,6 +66,39 @@ def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) ->
     if name == "chaos":  # the short form of the promise of docs/reliability.md about a run with kills of every role
         assert "5 kills (1 x driver, 1 x engine, 1 x explorer worker, 1 x trainer, 1 x trainer worker)" in done.stdout
         assert "0 lost, 0 twice, the same ledger, the same bits of weights" in done.stdout
+
+
+def test_kills_are_counted_over_calls_by_process_and_phase(tmp_path: Path) -> None:
+    runs = [{"kills": [["engine", "saving"], ["driver", "starting"]], "problems": []}]
+    runs += [{"kills": [["engine", "saving"]], "problems": ["lost: 1"]}]
+    lines = [json.dumps({"seed": seed, "wall_s": 1.0, **run}) for seed, run in enumerate(runs, start=1)]
+    (tmp_path / "kills.jsonl").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, str(FOLDER / "chaos.py"), "--until", "3", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    table = {line[:16].strip(): line[16:].split() for line in done.stdout.splitlines()}
+    assert table["killed while"] == ["starting", "exploring", "training", "publishing", "saving", "total"], done
+    assert (table["engine"], table["driver"]) == (["0", "0", "0", "0", "2", "2"], ["1", "0", "0", "0", "0", "1"])
+    assert table["total"] == ["1", "0", "0", "0", "2", "3"]
+    assert done.returncode == 1 and "seed 2: lost: 1" in done.stdout
+
+
+def test_the_phase_of_a_run_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from chaos_runs import phase_of
+
+    storage, phases = open_storage(tmp_path), [phase_of(tmp_path)]
+    storage.put("experiences/000000/of-an-earlier-driver.parquet", b"")
+    os.utime(tmp_path / "experiences/000000/of-an-earlier-driver.parquet", (1.0, 1.0))
+    note_begin(storage)
+    phases.append(phase_of(tmp_path))
+    files = ("experiences/000000/1.parquet", "ledger/main/00000001.json", "weights/1/model.safetensors")
+    for path in (*files, "global_step_1/actor/model.safetensors", f"global_step_1/{MANIFEST}"):
+        storage.put(path, b"")
+        phases.append(phase_of(tmp_path))
+    storage.put(WEIGHTS_POINTER, b"1")
+    phases.append(phase_of(tmp_path))
+    order = ["exploring", "training", "publishing", "saving", "publishing", "exploring"]
+    assert phases == ["starting", "starting", *order]
 
 
 def test_a_hanging_gpu_part_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
