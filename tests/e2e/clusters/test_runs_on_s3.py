@@ -5,7 +5,9 @@ real protocol; nothing inside the storage code is replaced.
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,8 @@ from tests.integration.run_cases import RunProcess, call_cli, final_weights, fin
 from tests.unit.storage.s3_proxy import S3Process
 
 STEPS = 6
+OUTAGE_S = 3.0
+"""Seconds of each kind of outage; all of them are shorter than the patience of storage."""
 SETTINGS = (f"trainer.total_steps={STEPS}", "trainer.save_interval=3", "explorer.eval_interval=3")
 
 
@@ -68,16 +72,60 @@ def killed(tmp_path_factory: pytest.TempPathFactory, s3: S3Process) -> str:
     return url
 
 
-def test_a_run_killed_on_s3_ends_with_the_weights_of_a_local_one(killed: str, tmp_path: Path) -> None:
-    local = write_config(tmp_path)
-    finish_alone(local, *SETTINGS)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an undisturbed run on the local disk."""
+    config = write_config(tmp_path_factory.mktemp("plain"))
+    finish_alone(config, *SETTINGS)
+    return run_folder(config)
+
+
+def test_a_run_killed_on_s3_ends_with_the_weights_of_a_local_one(killed: str, plain: Path) -> None:
     storage = open_storage(killed)
     assert read_pointer(storage, CHECKPOINT_POINTER) == read_pointer(storage, WEIGHTS_POINTER) == STEPS
-    assert storage.get(f"global_step_{STEPS}/actor/model.safetensors") == final_weights(run_folder(local))
+    assert storage.get(f"global_step_{STEPS}/actor/model.safetensors") == final_weights(plain)
     assert_all_is_accounted_for(storage)
     logs = [set(storage.list(f"log/{start.rstrip('/')}")) for start in storage.list("log")]
     assert {"driver.log", "engine.log", "trainer-rank-0.log"} in logs
     assert "report.html" in storage.list()
+
+
+def test_a_run_on_s3_outlives_outages(s3: S3Process, plain: Path, tmp_path: Path) -> None:
+    place, url = on_s3("outages")
+    config = write_config(tmp_path)
+    with RunProcess("run", str(config), *SETTINGS, place, "--progress", "plain") as run:
+        run.wait_until(lambda: len(s3.keys("outages/rftdask/fake/ledger/")) >= STEPS // 2)
+        try:
+            for fault in ("throttled", "reset", "stalled"):
+                s3.answer(fault)
+                with suppress(subprocess.TimeoutExpired):
+                    run.process.wait(OUTAGE_S)
+        finally:
+            s3.answer("pass")
+        run.end(code=0)
+    assert open_storage(url).get(f"global_step_{STEPS}/actor/model.safetensors") == final_weights(plain)
+    assert_all_is_accounted_for(open_storage(url))
+
+
+def test_expired_credentials_end_a_run_that_new_ones_continue(s3: S3Process, plain: Path, tmp_path: Path) -> None:
+    place, url = on_s3("expired")
+    config = write_config(tmp_path)
+    with RunProcess("run", str(config), *SETTINGS, place, "--progress", "plain") as run:
+        run.wait_until(lambda: len(s3.keys("expired/rftdask/fake/ledger/")) >= STEPS // 2)
+        s3.answer("expired")
+        try:
+            ended = run.end(code=1)
+            again = call_cli("run", str(config), *SETTINGS, place)
+        finally:
+            s3.answer("pass")
+    *warnings, error = ended.err.splitlines()
+    assert all("is not copied to the run yet" in warning for warning in warnings), ended
+    assert error.startswith("error: ") and "check the network, the credentials" in error, ended
+    assert "restarts" not in ended.out and "runs again" not in ended.out, ended
+    assert again.code == 2 and again.err.count("\n") == 1 and "credentials" in again.err, again
+    finish_alone(config, *SETTINGS, place)
+    assert open_storage(url).get(f"global_step_{STEPS}/actor/model.safetensors") == final_weights(plain)
+    assert_all_is_accounted_for(open_storage(url))
 
 
 def test_readers_of_a_run_on_s3_see_the_same_as_on_a_disk(killed: str) -> None:

@@ -22,11 +22,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>played by the proxy</Message></Error>"
-PLAYED = {"refused": (503, "ServiceUnavailable"), "conflict": (409, "ConditionalRequestConflict")}
+REFUSED = {"refused": (503, "ServiceUnavailable"), "throttled": (503, "SlowDown"), "expired": (400, "ExpiredToken")}
+REFUSED |= {"conflict": (409, "ConditionalRequestConflict"), "forbidden": (403, "AccessDenied")}
+PLAYED = REFUSED | {"lost": (500, "InternalError"), "rival": (500, "InternalError")}
 WAITS = {"slow": 0.3, "stalled": 3.0}
 """Fault -> delay of the answer in seconds; clients wait for READ_TIMEOUT_S."""
 READ_TIMEOUT_S = 1.5
-PLAYED |= {"forbidden": (403, "AccessDenied"), "lost": (500, "InternalError"), "rival": (500, "InternalError")}
 
 
 class FaultyS3(ThreadingHTTPServer):
@@ -34,7 +35,8 @@ class FaultyS3(ThreadingHTTPServer):
 
     "lost": done, but answered with 500. "dropped": done, then the connection is closed without an answer. "rival": a
     rival creates the object with the same bytes, ours is answered with 500. "slow", "stalled": done and answered, late;
-    the second later than clients wait. Others: not done, answered as in PLAYED.
+    the second later than clients wait. "reset": not done, closed without an answer. Others: not done, answered as in
+    REFUSED.
     """
 
     daemon_threads = True
@@ -70,11 +72,11 @@ class Handler(BaseHTTPRequestHandler):
         headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "expect")}
         if word == "rival":
             headers = {name: value for name, value in headers.items() if not name.lower().startswith("x-amz-meta-")}
-        if word not in ("refused", "conflict", "forbidden"):
+        if word not in (*REFUSED, "reset"):
             status, reply_headers, reply = self.forward(headers, body)
             self.server.num_calls += 1
             self.server.num_bytes += len(body) + len(reply)
-        if word == "dropped":
+        if word in ("dropped", "reset"):
             self.close_connection = True
             return
         if word in PLAYED:
@@ -109,12 +111,16 @@ class Dice:
 
     def __init__(self, every: float, seed: int) -> None:
         self.every = every
+        self.always = "pass"
+        """Another word: the answer to every request."""
         self.played: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
     def choose(self, method: str, path: str) -> str:
+        if self.always != "pass":
+            return self.always
         is_list = method == "GET" and "list-type=" in path
         words = ["slow"] if is_list else []
         words += ["lost"] if method in ("PUT", "POST", "DELETE") else []
@@ -149,7 +155,7 @@ def start_moto() -> Any:
 
 
 def serve(every: float, seed: int) -> None:
-    """moto and the proxy, until stdin closes."""
+    """moto and the proxy, until stdin closes; each line of it is the next answer to every request, or "pass"."""
     endpoint = "http://{}:{}".format(*start_moto().get_host_and_port())
     dice = Dice(every, seed)
     proxy = FaultyS3(endpoint, dice.choose)
@@ -158,7 +164,9 @@ def serve(every: float, seed: int) -> None:
     assert bucket.getresponse().status == 200
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{proxy.server_port}", endpoint, flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        dice.always = line.strip()
+        print(dice.always, flush=True)
     print(json.dumps(dice.played), flush=True)
     os._exit(0)  # not waiting for the threads of connections that clients keep open
 
@@ -195,6 +203,13 @@ class S3Process:
         url = f"{self._upstream}/bucket?list-type=2&prefix={urllib.parse.quote(prefix)}"
         with urllib.request.urlopen(url, timeout=30) as reply:
             return re.findall(r"<Key>([^<]*)</Key>", reply.read().decode())
+
+    def answer(self, word: str) -> None:
+        """From now on, answer every request with this fault; "pass": as before."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == f"{word}\n"
 
     def close(self) -> None:
         out, _ = self._process.communicate(timeout=30)
