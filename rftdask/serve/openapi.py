@@ -113,7 +113,7 @@ def _operation(summary: str) -> dict[str, Any]:
     # "type" in an error is OpenAI's; Anthropic's clients read the outer one.
     error = _object("error", error=_object("message", "type", "param", "code"))
     responses = {"200": {"description": "Done"}, "4XX": {"description": "Not accepted", "content": _json(error)}}
-    responses["503"] = {"description": "No engine is ready", "content": _json(error)}
+    responses["503"] = {"description": "No engine is ready, or storage fails", "content": _json(error)}
     return {"summary": summary, "responses": responses}
 
 

@@ -46,7 +46,7 @@ from rftdask.data.images import ImageProcessor, can_be_given_images
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.spec import model_sampling
-from rftdask.errors import UserError
+from rftdask.errors import StorageError, UserError
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.answer_stream import OnText
 from rftdask.rollouts.policy.endpoint import ERRORS, TOO_LONG, answer_http, as_response, key_in, read_body, web_server
@@ -166,7 +166,11 @@ class PolicyServer:
                 Route("/sessions/{session}/v1/models/{name:path}", self._models),
                 Route("/sessions/{session}/v1/{path:path}", self._answer, methods=["GET", "POST"]),
             ],
-            exception_handlers={**ERRORS, _Refused: lambda request, refused: as_response(refused.args[0])},
+            exception_handlers={
+                **ERRORS,
+                _Refused: lambda request, refused: as_response(refused.args[0]),
+                StorageError: _storage_failed,
+            },
         )
 
     def key_of(self, session: str) -> str:
@@ -409,6 +413,12 @@ def _busy(
     why: str, retry_after_s: int = _RETRY_AFTER_S, code: str = "rate_limit_exceeded", status: int = 429
 ) -> OpenAIAnswer:
     return refusal(why, code=code, status=status, headers={"Retry-After": str(retry_after_s)})
+
+
+def _storage_failed(request: Request, error: Exception) -> Response:
+    """Ask the client to repeat a request whose session could not be read or written."""
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    return as_response(_busy(str(error), code="service_unavailable", status=503))
 
 
 async def _never(task: Task, model: Any) -> float:

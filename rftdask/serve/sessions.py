@@ -29,7 +29,7 @@ from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience, Status, Turn
 from rftdask.buffer.log.shard import Part
 from rftdask.config import Config
-from rftdask.errors import NotFoundError
+from rftdask.errors import NotFoundError, StorageError
 from rftdask.storage import Storage
 from rftdask.storage.base import numbers_in
 from rftdask.storage.checked_json import dump_checked, load_checked
@@ -68,6 +68,8 @@ class SessionStore:
         """Guards `_waiting`; never held during a write."""
         self._commit_lock = threading.Lock()
         """Held while groups are committed, so that they get consecutive positions."""
+        self._error: StorageError | None = None
+        """Error of a group that is not committed."""
         self._group_age_s = group_age_s
         self._group_size = config.algorithm.repeat_times
         self._tasks_per_step, self._tasks_per_unit = config.buffer.batch_size, config.tasks_per_unit
@@ -112,15 +114,22 @@ class SessionStore:
         """Commit every group that is complete or old enough. Returns: their number.
 
         include_incomplete: also commit sessions that still wait for others of their task.
-        Raises: StorageError: the next process that opens the store finishes the group.
+        Raises: StorageError: the next process that opens the store finishes the group. This one commits no more: every
+        later call raises the same error.
         """
         with self._commit_lock:
+            if self._error is not None:
+                raise self._error
             before = self.num_groups
-            while sessions := self._take_group(include_incomplete):
-                index, self.num_groups = self.num_groups, self.num_groups + 1
-                record = dump_checked({"sessions": sessions})
-                assert self._storage.put_new(f"{_GROUPS}/{index:08d}.json", record), "one process has the lease"
-                self._finish(index, is_committed=False)
+            try:
+                while sessions := self._take_group(include_incomplete):
+                    index, self.num_groups = self.num_groups, self.num_groups + 1
+                    record = dump_checked({"sessions": sessions})
+                    assert self._storage.put_new(f"{_GROUPS}/{index:08d}.json", record), "one process has the lease"
+                    self._finish(index, is_committed=False)
+            except StorageError as error:
+                self._error = error  # later groups would leave position `index` empty
+                raise
             return self.num_groups - before
 
     def _take_group(self, include_incomplete: bool) -> list[str]:

@@ -26,6 +26,7 @@ from rftdask.storage import open_storage
 from rftdask.synchronizer.published import WEIGHTS_POINTER
 from rftdask.trainer.model import load_policy
 from tests.integration import run_cases as runs
+from tests.integration.roles.test_served_runs import Served, serve
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer
 
 FULL = "No space left on device; free some space and run the same command again to continue"
@@ -179,6 +180,39 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes(make_disk: Callable
     runs.finish(config, *settings)
     runs.assert_sound(folder)
     assert runs.final_weights(folder) == runs.final_weights(runs.run_folder(plain))
+
+
+@pytest.mark.slow
+def test_a_server_on_a_full_disk_keeps_its_sessions(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
+    config = runs.write_config(tmp_path)
+    disk, folder = make_disk(tmp_path / "runs", 8 << 10, full=False), runs.run_folder(config)
+    with serve(config) as run:
+        served = Served(run)
+        for session in ("first", "second", "third"):
+            served.ask(session, "a task")
+        assert served.post("/feedback", session_id="first", task_id="a", reward=1.0)[0] == 200
+        disk.fill()
+        status, reply = served.post("/feedback", session_id="second", task_id="a", reward=2.0)
+        assert status == 503 and FULL in reply["error"]["message"], reply
+        assert run.process.poll() is None, "only a group that cannot be committed ends it"
+        disk.free()
+        assert served.post("/feedback", session_id="second", task_id="a", reward=2.0)[0] == 200
+        run.wait_until(lambda: runs.num_shards(folder) == 1)
+        assert served.post("/feedback", session_id="third", task_id="b", reward=3.0)[0] == 200
+        disk.fill()
+        status, reply = served.post("/commit")
+        assert status == 503 and FULL in reply["error"]["message"], reply
+        ended = run.end(code=1)
+    assert ended.err.count("error: ") == 1 and FULL in ended.err, ended
+    disk.free()
+    with serve(config) as run:
+        served = Served(run)
+        assert served.post("/commit")[0] == 200
+        run.process.terminate()
+        assert run.process.wait(60) == 0
+    log = ParquetLog(open_storage(folder))
+    rewards = [sorted(row["reward"] for row in log.read(name).to_pylist()) for name in log.shards()]
+    assert sorted(rewards) == [[1.0, 2.0], [3.0]]
 
 
 @pytest.fixture

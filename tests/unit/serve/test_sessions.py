@@ -14,6 +14,7 @@ from rftdask.buffer.log import open_log
 from rftdask.buffer.log.schema import Experience, Turn
 from rftdask.buffer.log.shard import done_units
 from rftdask.config import load_config
+from rftdask.errors import StorageRefusedError
 from rftdask.serve.sessions import RewardedSession, SessionStore
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.checked_json import dump_checked, load_checked
@@ -163,6 +164,29 @@ def test_each_session_is_in_the_log_once_after_any_crash(left: int) -> None:
         groups.setdefault(index, []).append(tokens[0])
     assert sorted(map(sorted, groups.values())) == [[0, 2], [1, 3], [4]]
     assert bank.num_waiting == 0 and not storage.list("serve/groups") and not storage.list("serve/sessions")
+
+
+def test_store_commits_nothing_after_a_failed_group() -> None:
+    storage, is_full = open_storage(f"memory://bank-{next(_numbers)}"), False
+
+    def refuse(verb: str, path: str, stage: str) -> None:
+        if is_full and path.startswith("serve/groups"):
+            raise StorageRefusedError("No space left on device")
+
+    bank = bank_of(FaultyStorage(storage, refuse))
+    bank.put(session(1, "a"))
+    is_full = True
+    with pytest.raises(StorageRefusedError):
+        bank.commit_groups(include_incomplete=True)
+    is_full = False
+    bank.put(session(2, ""))
+    for _ in range(2):  # a group behind an empty position would never be part of a whole step
+        with pytest.raises(StorageRefusedError, match="No space left"):
+            bank.commit_groups()
+    assert committed(storage) == {}
+    bank = bank_of(storage)
+    assert bank.commit_groups(include_incomplete=True) == bank.num_groups == 2
+    assert committed(storage) == {(0, 0): [1, 1], (1, 0): [2, 2]}
 
 
 def test_unreadable_session_is_quarantined_and_others_go_on() -> None:
