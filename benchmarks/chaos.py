@@ -155,12 +155,18 @@ def kill_runs(folder: Path, tree: Tree, plain: Path, kinds: Sequence[str], args:
 
 def kill_in_phases(run: LocalRun, kinds: Sequence[str], rng: random.Random) -> None:
     """Kill one of each of `kinds` in turn, each in a random phase, and wait for the end of the run."""
+
+    def has_started() -> bool:
+        return phase_of(run.folder) != "starting" or run.ended() is not None
+
     for kind in kinds:
         # A run starts only after its driver was killed.
-        phase = rng.choice(PHASES[1:])
         if phase_of(run.folder) == "starting" and rng.random() < 0.5:
             phase = "starting"
             time.sleep(rng.uniform(0.0, START_S))
+        else:
+            phase = rng.choice(PHASES[1:])
+            wait_until(has_started, SILENCE_S, "the end of the start", run.look_s)
         wait = partial(_wait_for_phase, run, phase)
         wait_until(partial(_has_struck_or_ended, run, kind, rng, wait), SILENCE_S, f"a living {kind}", run.look_s)
         if run.ended() is None:
