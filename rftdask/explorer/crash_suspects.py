@@ -115,7 +115,7 @@ class CrashTracker:
             self._leaving.add(worker)
 
     def was_running(self, key: str, on: str) -> bool:
-        """True if the Dask task may have crashed the worker, which reported it or nothing, and no request to end."""
+        """True if the worker may have crashed by the Dask task: it reported the task or none, and no request to end."""
         with self._lock:
             return on not in self._leaving and key in self._running.get(on, {key})
 

@@ -334,7 +334,7 @@ _Read = Callable[[Sequence[int]], Sequence[SupervisedRow]]
 
 
 def build_reader(section: ExperienceBufferConfig, schema: str, config: Config) -> tuple[Dataset, _Read, int]:
-    """Open a dataset. Returns: it, the function that tokenizes the rows with given numbers, sequences of a row.
+    """Open a dataset. Returns: (dataset, function from row numbers to tokenized sequences, sequences of each row).
 
     Raises: DataError: the dataset does not exist, or lacks a column; a row has no use.
     """

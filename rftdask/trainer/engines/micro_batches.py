@@ -96,7 +96,7 @@ class DeviceBatch:
     def exchange(self, values_Q: Tensor, computed: Sequence[np.ndarray]) -> Tensor:
         """Return [Q], or [Q, K], with the values of rows that other ranks computed filled in. Called by all ranks.
 
-        computed: row numbers by rank, of which `values_Q` is valid; each row belongs to one rank.
+        values_Q: valid at the rows that this rank computed; computed: row numbers by rank, each row in one rank's.
         """
         if self._ranks.size == 1:
             return values_Q

@@ -343,8 +343,8 @@ class _Target:
 
 
 def _deal(files: CheckpointFiles, blocks: Iterable[_Block], size: int) -> list[list[_Block]]:
-    """Deal neighboring blocks to ranks, about the same bytes to each. As many ranks as saved read little more than they
-    need."""
+    """Deal neighboring blocks to ranks, about the same bytes to each. If as many ranks load as saved, each reads little
+    more than it needs."""
     ordered = sorted(blocks, key=lambda block: (len(block[0]), block))  # optim-10 after optim-9
     ends = list(accumulate(stop - start for start, stop in starmap(files.span, ordered)))
     dealt: list[list[_Block]] = [[] for _ in range(size)]
