@@ -133,6 +133,13 @@ def test_a_rollout_batch_that_ran_twice_is_trained_once() -> None:
     assert audit(storage) == Audit(committed=28, trained=16, waiting=0, dropped={"repeat": 12})
 
 
+def test_only_one_copy_of_an_untrained_unit_counts() -> None:
+    storage = new_storage()
+    for _ in range(2):
+        commit_batch(ParquetLog(storage), 1, 0)
+    assert audit(storage) == Audit(committed=8, trained=0, waiting=4, dropped={"repeat": 4})
+
+
 def test_copies_of_one_batch_may_be_settled_group_by_group() -> None:
     storage = new_storage()
     commit_batch(ParquetLog(storage), 1, 0)
