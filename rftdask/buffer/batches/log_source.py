@@ -58,6 +58,8 @@ MISSING_NOTE = "num_missing_groups"
 """Note of a ledger entry: number of groups that a partial batch lacks."""
 REUSED_NOTE = "num_reused_groups"
 """Note of a ledger entry: number of its groups that were trained before."""
+_BAD_ROWS = ("DataError: ", "PromptTooLongError: ")
+"""Beginnings of the errors of rollouts whose task is a row that cannot be used."""
 _MIN_POLL_S = 0.002
 _POLL_COST = 20.0
 """Ratio of the pause between polls of the log to the duration of a poll, within bounds: waiting costs at most 5 % of a
@@ -89,6 +91,8 @@ class LogSource(BatchSource):
     """Rule for using groups more than once; None: each is used once."""
     notes_settled: bool = False
     """True if entries note the number of settled groups, for explorers that are held back by it."""
+    max_bad_rows: int = 0
+    """Largest number of tasks of a batch that trains nothing because all of them are rows that cannot be used."""
     batch_filter: BatchFilter = field(default_factory=BatchFilter)
     demonstrations: Demonstrations | None = None
     clock: Callable[[], float] = time.time
@@ -255,13 +259,15 @@ class LogSource(BatchSource):
         # Rows dropped by operators are not a failure: the run continues with a batch that trains nothing.
         any_filtered = any(reason == Status.FILTERED for group in selection.empty for reason, _ in group.other_rows)
         if not (selection.use or selection.stale or selection.reuse or any_filtered):
-            table = self._reader.table(selection.empty[0].source)
-            errors = [error for error in table.column("error").to_pylist() if error]
-            raise EmptyBatchError(
-                f"batch {step} has nothing to train: all rollouts of its {len(selection.empty)} groups failed; "
-                f"first error: {errors[0] if errors else 'none recorded'}\n"
-                "failed rollouts are not repeated: fix the cause, then run again under another name (name=...)"
-            )
+            parts = [Rows(group.source, rows) for group in selection.empty for _, rows in group.other_rows]
+            errors = [error for error in self._reader.rows(parts).column("error").to_pylist() if error]
+            are_bad_rows = bool(errors) and all(error.startswith(_BAD_ROWS) for error in errors)
+            if not are_bad_rows or len(selection.empty) > self.max_bad_rows:
+                raise EmptyBatchError(
+                    f"batch {step} has nothing to train: all rollouts of its {len(selection.empty)} groups failed; "
+                    f"first error: {errors[0] if errors else 'none recorded'}\n"
+                    "failed rollouts are not repeated: fix the cause, then run again under another name (name=...)"
+                )
         # Every row of every group is named, trained or not: an unnamed row would count as waiting forever.
         drop: list[Rows] = []
         for group in selection.use + selection.stale + selection.empty:
@@ -281,7 +287,8 @@ class LogSource(BatchSource):
         use.extend(Rows(group.source, group.rows) for group in selection.reuse)
         if self.demonstrations is not None:
             # Last, as in the batch: `read` puts the rollouts first.
-            use.append(self.demonstrations.rows(step))
+            shown, unusable = self.demonstrations.rows(step)
+            use, drop = [*use, *shown], [*drop, *unusable]
 
         notes: dict[str, float] = {}
         missing = self.rule.groups_per_batch - len(selection.settled) - len(selection.reuse)

@@ -11,6 +11,7 @@ tokenizes them (data/supervised.py); this module knows neither files nor tokeniz
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -30,10 +31,14 @@ from rftdask.buffer.batches.batch import (
 )
 from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.columns import SCHEMA
-from rftdask.errors import DataError, FencedError
+from rftdask.errors import DataError, EmptyBatchError, FencedError
+
+log = logging.getLogger(__name__)
 
 BASELINE = "baseline"
 """Reason of rows that are not trained because their reward is the baseline of their group."""
+BAD_ROW = "bad_row"
+"""Beginning of the reason of rows of a dataset that cannot be used; the error follows."""
 
 
 class BatchNotReady(Exception):
@@ -222,11 +227,25 @@ class Demonstrations:
         self._order = order
         self._per_batch = per_batch
         self._sequences_per_row = sequences_per_row
+        self._formed = 0, tuple[Rows, ...](), tuple[Rows, ...]()  # the last step, and its rows
+        self._sequences: dict[int, Sequence[SupervisedRow]] = {}  # of rows of this step, until `batch` returns them
 
-    def rows(self, step: int) -> Rows:
-        """Return the rows of a step, to be recorded in the ledger."""
-        first = (step - 1) * self._per_batch
-        return Rows(self.source, tuple(self._order.at(place) for place in range(first, first + self._per_batch)))
+    def rows(self, step: int) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
+        """Read the rows of a step. Returns: those to train and those to drop, to be recorded in the ledger."""
+        if self._formed[0] != step:
+            self._sequences, errors = {}, dict[int, str]()
+            first = (step - 1) * self._per_batch
+            numbers = [self._order.at(place) for place in range(first, first + self._per_batch)]
+            for number in dict.fromkeys(numbers):
+                try:
+                    self._sequences[number] = self._read([number])
+                except DataError as error:
+                    errors[number] = str(error)
+                    log.warning("step %d does not train a row that cannot be used: %s", step, error)
+            usable = tuple(number for number in numbers if number not in errors)
+            drop = (Rows(self.source, (n,), f"{BAD_ROW}: {errors[n]}") for n in numbers if n in errors)
+            self._formed = step, (Rows(self.source, usable),) if usable else (), tuple(drop)
+        return self._formed[1:]
 
     def batch(self, rows: Rows, step: int, places: Sequence[int] | None = None) -> TrainingBatch:
         """Read the rows that the ledger names, or those at `places` of them. Raises: DataError: another dataset."""
@@ -240,13 +259,14 @@ class Demonstrations:
         count = self._sequences_per_row
         if count > 1:
             uids = [f"{uid}/{sequence}" for uid in uids for sequence in range(count)]
-        return supervised_batch(self._read(numbers), uids, count)
+        sequences = [row for n in numbers for row in self._sequences.pop(n, None) or self._read([n])]
+        return supervised_batch(sequences, uids, count)
 
 
 class DatasetSource(BatchSource):
     """Batches of supervised rows: batch k is the k-th run of `batch_size` rows of a `RowOrder`.
 
-    Rows that do not fill a last batch are not trained.
+    Rows that do not fill a last batch are not trained. Rows that cannot be used leave their batch smaller.
     """
 
     def __init__(
@@ -261,16 +281,19 @@ class DatasetSource(BatchSource):
         shuffle_seed: int | None,
         group_size: int = 1,
         total_steps: int | None = None,
+        max_bad_rows: int = 0,
     ) -> None:
         """
         Args:
             shuffle_seed: None keeps the order of the dataset.
             group_size: number of sequences that `rows` returns per row.
             total_steps: number of batches, over as many epochs as needed; replaces `total_epochs`. None: by epochs.
+            max_bad_rows: largest number of rows of a batch that trains nothing because none of them can be used.
         """
         self._rows = Demonstrations(rows, fingerprint, RowOrder(num_rows, shuffle_seed), batch_size, group_size)
         self._ledger = ledger
         self._fence = Fence(ledger)
+        self._max_bad_rows = max_bad_rows
         self._num_steps = num_rows * total_epochs // batch_size if total_steps is None else total_steps
         # (use, step, places) of the rows that were read ahead, and their batch.
         self._ahead: tuple[object, TrainingBatch] | None = None
@@ -286,11 +309,20 @@ class DatasetSource(BatchSource):
             raise DataError(f"the dataset has changed since the checkpoint: was {state['source']}, is {now}")
 
     def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
-        """See BatchSource; never waits: the rows of a step are known from its number."""
+        """See BatchSource; never waits: the rows of a step are known from its number.
+
+        Raises: EmptyBatchError: no row of the step can be used.
+        """
         # Recorded although it follows from its number: two trainers must not both train the step.
         entry = self._fence.read(step)
         if entry is None and step <= self._num_steps:
-            entry = LedgerEntry(step, self._ledger.lineage, (self._rows.rows(step),))
+            use, drop = self._rows.rows(step)
+            if not use and len(drop) > self._max_bad_rows:
+                raise EmptyBatchError(
+                    f"batch {step} has nothing to train: none of its {len(drop)} rows can be used; the first one: "
+                    f"{drop[0].reason}; fix the data"
+                )
+            entry = LedgerEntry(step, self._ledger.lineage, use, drop)
             self._ledger.write(entry)
         return entry
 
@@ -310,8 +342,10 @@ class DatasetSource(BatchSource):
     def look_ahead(self, step: int) -> LedgerEntry | None:
         if step > self._num_steps:
             return None
-        return LedgerEntry(step, self._ledger.lineage, (self._rows.rows(step),))
+        return LedgerEntry(step, self._ledger.lineage, *self._rows.rows(step))
 
     def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:
+        if not entry.use or (places is not None and not len(places)):
+            return
         batch = self._rows.batch(entry.use[0], entry.step, places)
         self._ahead = ((entry.use, entry.step, places), batch)

@@ -26,6 +26,7 @@ from tests.unit.buffer.buffer_cases import (
     commit_batch,
     committed,
     entries,
+    experience,
     find_whole,
     make_source,
     new_storage,
@@ -329,6 +330,29 @@ def test_a_batch_with_nothing_to_train_raises_the_first_cause(ordered: bool) -> 
     assert "batch 1 has nothing to train: all rollouts of its 2 groups failed" in str(caught.value)
     assert "task 0 rollout 0 failed" in str(caught.value)
     assert audit(storage) == Audit(committed=16, trained=0, waiting=16)
+
+
+@pytest.mark.parametrize("error", ["DataError: row 0: column 'answer' is empty", "PromptTooLongError: prompt of 9"])
+@pytest.mark.parametrize("max_bad_rows", [1, 2])
+def test_a_batch_of_few_bad_tasks_trains_nothing(error: str, max_bad_rows: int) -> None:
+    storage = new_storage()
+    bad = [experience(task, k, status=Status.FAILED, error=error) for task in (0, 1) for k in (0, 1)]
+    ParquetLog(storage).commit(bad, explore_step=1, unit=0)
+    source = make_source(storage, max_bad_rows=max_bad_rows)
+    if max_bad_rows < 2:
+        with pytest.raises(EmptyBatchError, match="all rollouts of its 2 groups failed"):
+            batch_of(source, 1)
+        return
+    found = batch_of(source, 1)
+    assert found is not None
+    assert len(found[1]) == 0
+    assert audit(storage).dropped == {"failed": 4}
+
+
+def test_a_batch_of_other_failures_ends_the_run_with_bad_rows() -> None:
+    storage = committed(statuses=lambda task, rollout: Status.FAILED if task < 2 else Status.OK)
+    with pytest.raises(EmptyBatchError):
+        batch_of(make_source(storage, max_bad_rows=9), 1)
 
 
 def test_too_stale_groups_are_dropped_with_that_reason() -> None:

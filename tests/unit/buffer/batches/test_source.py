@@ -17,9 +17,9 @@ from rftdask.buffer.batches.source import BASELINE, BatchFilter, DatasetSource, 
 from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Turn
-from rftdask.errors import DataError, FencedError
+from rftdask.errors import DataError, EmptyBatchError, FencedError
 from rftdask.storage import Storage
-from tests.unit.buffer.buffer_cases import audit, batch_of, committed, experience, make_source, new_storage
+from tests.unit.buffer.buffer_cases import audit, batch_of, committed, entries, experience, make_source, new_storage
 
 
 def rows(numbers: Sequence[int]) -> list[tuple[Sequence[int], int, Sequence[bool] | None]]:
@@ -218,10 +218,76 @@ def test_demonstrations_are_recorded_and_follow_the_rollouts() -> None:
 
 def test_demonstrations_continue_across_batches_and_epochs() -> None:
     shown = demonstrations()
-    assert [shown.rows(step).rows for step in (1, 2)] == [(0, 1, 2), (3, 4, 0)]
+    assert [shown.rows(step)[0][0].rows for step in (1, 2)] == [(0, 1, 2), (3, 4, 0)]
     shuffled = demonstrations(seed=3)
-    assert sorted(shuffled.rows(1).rows + shuffled.rows(2).rows[:2]) == [0, 1, 2, 3, 4]
+    assert sorted(shuffled.rows(1)[0][0].rows + shuffled.rows(2)[0][0].rows[:2]) == [0, 1, 2, 3, 4]
     assert demonstrations(seed=3).rows(2) == shuffled.rows(2), "whatever was asked for before"
+
+
+def without(*bad: int) -> Any:
+    """A reader that cannot use some rows."""
+
+    def read(numbers: Sequence[int]) -> list[tuple[Sequence[int], int, None]]:
+        for number in {*numbers} & {*bad}:
+            raise DataError(f"row {number}: column 'answer' holds NoneType, not text")
+        return [((1, 2, n), 1, None) for n in numbers]
+
+    return read
+
+
+def test_rows_that_cannot_be_used_are_dropped_with_their_reason() -> None:
+    storage = new_storage()
+
+    def source() -> DatasetSource:
+        fields: dict[str, Any] = {"batch_size": 3, "total_epochs": 1, "shuffle_seed": None}
+        return DatasetSource(without(1), 6, "f1", Ledger(storage), **fields)
+
+    for used in (source(), source()):  # the second one replays the ledger
+        assert numbers(used) == [[0, 2], [3, 4, 5]]
+    reason = "bad_row: row 1: column 'answer' holds NoneType, not text"
+    assert [entry.drop for entry in entries(storage)] == [(Rows("dataset:f1", (1,), reason),), ()]
+
+
+def test_a_forecast_reads_the_rows_that_its_step_trains() -> None:
+    read = list[int]()
+    usable = without(1)
+
+    def counted(numbers: Sequence[int]) -> Any:
+        read.extend(numbers)
+        return usable(numbers)
+
+    ledger, fields = Ledger(new_storage()), {"batch_size": 3, "total_epochs": 1, "shuffle_seed": None}
+    source = DatasetSource(counted, 3, "f1", ledger, **fields)  # type: ignore[arg-type]
+    forecast = source.look_ahead(1)
+    assert forecast is not None
+    source.read_ahead(forecast)
+    assert source.entry(1) == forecast
+    assert len(source.read(forecast)) == 2
+    assert read == [0, 1, 2], "each row once"
+
+
+def test_a_batch_without_a_usable_row_ends_the_run_unless_allowed() -> None:
+    def source(max_bad_rows: int) -> DatasetSource:
+        fields: dict[str, Any] = {"batch_size": 2, "total_epochs": 1, "shuffle_seed": None}
+        return DatasetSource(without(0, 1), 4, "f1", Ledger(new_storage()), max_bad_rows=max_bad_rows, **fields)
+
+    with pytest.raises(EmptyBatchError, match=r"batch 1 has nothing to train: none of its 2 rows can be used.*row 0"):
+        source(1).entry(1)
+    allowed = source(2)
+    entry = allowed.entry(1)
+    assert entry is not None
+    allowed.read_ahead(entry)
+    assert len(allowed.read(entry)) == 0
+    assert [len(batch) for _, batch in filter(None, [batch_of(allowed, 2)])] == [2]
+
+
+def test_demonstrations_that_cannot_be_used_are_dropped() -> None:
+    storage = filled()
+    entry, batch = first(storage, demonstrations=Demonstrations(without(1), "f1", RowOrder(5, None), per_batch=3))
+    assert entry.use[-1].rows == (0, 2)
+    assert [rows.rows for rows in entry.drop if rows.of_dataset] == [(1,)]
+    assert [row.tolist() for row in batch.row_tokens()[4:]] == [[1, 2, 0], [1, 2, 2]]
+    assert audit(storage).problems == ()
 
 
 def test_another_dataset_than_the_ledgers_is_refused() -> None:
