@@ -121,6 +121,7 @@ def _check_machine(config: Config, *, data: bool) -> list[str]:
     if data:
         from rftdask.driver.preflight import check_inputs  # late: loads pyarrow
 
-        check_inputs(config.stage_configs(), elsewhere=missing is not None)  # reports missing parts itself
+        # It reports missing parts itself.
+        check_inputs(config.stage_configs(), elsewhere=missing is not None, say=partial(say, err=True))
         return []
     return missing or []

@@ -70,6 +70,14 @@ def with_parsed_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     return function
 
 
+def text_size(value: Any) -> int:
+    """Return the number of characters of the texts in a chat, or in other nested values."""
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(map(text_size, parts))
+
+
 def _message(message: Mapping[str, Any]) -> Message:
     plain = {key: _copied(item) for key, item in message.items() if item is not None}
     if isinstance(plain.get("tool_calls"), list):

@@ -20,6 +20,7 @@ from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -41,8 +42,12 @@ SEEDS = "seeds:"
 _HASHED_ROWS = 1000
 """Rows hashed at a time, which limits memory."""
 CHECK_S = 60.0
-"""Seconds to check the rows of a dataset before a run."""
-_PROGRESS_S = 10.0
+"""Seconds to read the rows of a dataset before a run."""
+LENGTHS_S = 20.0
+"""Seconds to tokenize rows of a dataset before a run."""
+_NUM_LENGTHS = 1000
+"""Rows of a dataset that are tokenized before a run, at a few hundred a second."""
+_PROGRESS_S = 5.0
 """Seconds between two lines on the progress of the check."""
 ANSWER_TIMEOUT_S = 30.0
 """Seconds for a server to answer whether a dataset exists; clients would wait for minutes."""
@@ -191,28 +196,59 @@ def _without_nulls(value: Any, kind: pa.DataType) -> Any:
     return value
 
 
-def find_bad_rows(name: str, count: int, check: Callable[[int], object]) -> tuple[int, str]:
-    """Call `check` with the number of each row, for at most CHECK_S seconds. Logs the progress.
+Say = Callable[[str], None]
+"""Prints or logs a line about the progress of a check."""
 
-    Returns: the number of rows for which it raises DataError, and a text with the first error; (0, "") without one.
+
+def find_bad_rows(
+    name: str,
+    num_rows: int,
+    read: Callable[[int], int],
+    tokenize: Callable[[int], object] | None = None,
+    say: Say = log.info,
+) -> tuple[int, str]:
+    """Check the rows of a dataset: `read` all in CHECK_S seconds, then `tokenize` up to 1000 of them in LENGTHS_S.
+
+    Those are half the longest, half evenly spaced. Reports progress, and rows that were not reached.
+
+    Args:
+        read: returns the number of characters of the row with this number. Raises: DataError: it cannot be used.
+        tokenize: raises DataError if the row does not fit. None: lengths are not checked.
+    Returns: the number of bad rows, and a text with the first error; (0, "") without one.
     """
-    first, bad = "", list[int]()
-    began = noted = time.monotonic()
-    for number in range(count):
-        now = time.monotonic()
-        if now - began > CHECK_S:
-            log.warning("%s: only %d of %d rows were checked, in %.0f s", name, number, count, CHECK_S)
-            break
-        if now - noted > _PROGRESS_S:
-            noted = now
-            log.info("%s: %d of %d rows are checked", name, number, count)
-        try:
-            check(number)
-        except DataError as error:
-            first = first or str(error)
-            bad.append(number)
+    first, bad, sizes = "", set[int](), np.zeros(num_rows, np.int64)
+
+    def run(what: str, numbers: Sequence[int], check: Callable[[int], object], limit_s: float) -> None:
+        nonlocal first
+        began = noted = time.monotonic()
+        for place, number in enumerate(numbers):
+            now = time.monotonic()
+            if now - began > limit_s:
+                log.warning("%s: only %d of %d %s were checked, in %.0f s", name, place, len(numbers), what, limit_s)
+                break
+            if now - noted > _PROGRESS_S:
+                noted = now
+                say(f"{name}: {place} of {len(numbers)} {what} are checked")
+            try:
+                check(number)
+            except DataError as error:
+                first = first or str(error)
+                bad.add(number)
+
+    def measure(number: int) -> None:
+        sizes[number] = read(number)
+
+    run("rows", range(num_rows), measure, CHECK_S)
+    if tokenize is not None:
+        spaced = range(0, num_rows, max(1, -(-2 * num_rows // _NUM_LENGTHS)))
+        longest = np.argsort(-sizes, kind="stable")[: _NUM_LENGTHS // 2].tolist()
+        chosen = range(num_rows) if num_rows <= _NUM_LENGTHS else list(dict.fromkeys([*longest, *spaced]))
+        if num_rows > _NUM_LENGTHS:
+            say(f"{name}: the lengths of {len(chosen)} of {num_rows} rows are checked, the longest and some in between")
+        run("lengths", [number for number in chosen if number not in bad], tokenize, LENGTHS_S)
     if len(bad) > 1:
-        first += f"; rows with errors: {len(bad)} ({', '.join(map(str, bad[:5]))}{', ...' * (len(bad) > 5)})"
+        some = ", ".join(map(str, sorted(bad)[:5]))
+        first += f"; rows with errors: {len(bad)} ({some}{', ...' * (len(bad) > 5)})"
     return len(bad), first
 
 

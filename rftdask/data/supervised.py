@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rftdask.config.schema.buffer import FormatConfig
-from rftdask.data.chats import Message, read_chat, read_tools
+from rftdask.data.chats import Message, read_chat, read_tools, text_size
 from rftdask.data.datasets import Dataset
 from rftdask.data.tasksets import with_system_prompt
 from rftdask.data.tokenizer import (
@@ -225,6 +225,15 @@ class TextRows(SftRows):
         return rows
 
 
+Rows = SftRows | PreferenceRows | LabeledRows | TextRows
+
+
+def make_rows(schema: str, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> Rows:
+    """Return the rows of a dataset for an algorithm with this schema. Raises: DataError: as `SftRows`."""
+    kinds: dict[str, type[Rows]] = {"cpt": TextRows, "dpo": PreferenceRows, "kto": LabeledRows}
+    return kinds.get(schema, SftRows)(dataset, tokenizer, fmt, max_tokens)
+
+
 # ---- rows before any tokenizer
 
 
@@ -268,15 +277,17 @@ def check_columns(dataset: Dataset, schema: str, fmt: FormatConfig) -> None:
             )
 
 
-def check_row(schema: str, fmt: FormatConfig, number: int, row: Mapping[str, Any], *, has_label: bool = False) -> None:
-    """Raise DataError if a row cannot be used, as far as no tokenizer is needed."""
+def check_row(schema: str, fmt: FormatConfig, number: int, row: Mapping[str, Any], *, has_label: bool = False) -> int:
+    """Check a row, as far as no tokenizer is needed, and return its number of characters.
+
+    Raises: DataError: it cannot be used.
+    """
     if has_label:
         _read_label(number, row, fmt.label_key)
     if schema == "cpt":
-        _text(number, row, fmt.prompt_key)
-        return
-    read_examples(schema, number, row, fmt)
+        return len(_text(number, row, fmt.prompt_key))
     read_tools(row, fmt.tools_key, _where(number, fmt.tools_key))
+    return text_size([(e.messages, e.prompt, e.response) for e in read_examples(schema, number, row, fmt)])
 
 
 def read_examples(schema: str, number: int, row: Mapping[str, Any], fmt: FormatConfig) -> tuple[Example, ...]:

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -20,8 +20,8 @@ import numpy as np
 from rftdask.config import fill_from_environment
 from rftdask.config.plugins import nearest
 from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
-from rftdask.data.chats import read_chat, read_tools
-from rftdask.data.datasets import Dataset, find_bad_rows, open_dataset
+from rftdask.data.chats import read_chat, read_tools, text_size
+from rftdask.data.datasets import Dataset, Say, find_bad_rows, open_dataset
 from rftdask.data.images import ImageFolder, image_files, video_files
 from rftdask.data.task import Task, final_answer
 from rftdask.errors import DataError
@@ -68,9 +68,12 @@ class Taskset:
     def fingerprint(self) -> str:
         return self.dataset.fingerprint
 
-    def check(self, max_bad_rows: int = 0) -> None:
-        """Read the rows as tasks, as far as the time of `find_bad_rows` allows. A few bad rows are logged.
+    def check(
+        self, max_bad_rows: int = 0, check_prompt: Callable[[Task], None] | None = None, say: Say = log.info
+    ) -> None:
+        """Read the rows as tasks, as far as `find_bad_rows` does. A few bad rows are logged.
 
+        check_prompt: tokenizes the prompt of a task, unless it has images. None: lengths are not checked.
         Raises: DataError: a configured column is missing, or more than `max_bad_rows` rows have unusable content.
         """
         keys = ["response_key", "system_prompt_key", "workflow_key", "reward_fn_key", "image_key", "video_key"]
@@ -81,7 +84,17 @@ class Taskset:
         has_images = self._format.image_key or self._format.video_key
         count = min(len(self), _NUM_CHECKED_IMAGES) if has_images else len(self)
         name = f"taskset {self._config.name} ({self._config.path})"
-        num_bad, problem = find_bad_rows(name, count, lambda index: self.task(0, index))
+
+        def read(index: int) -> int:
+            task = self.task(0, index)
+            return text_size((task.prompt, task.messages))
+
+        def tokenize(index: int) -> None:
+            assert check_prompt is not None
+            check_prompt(self.task(0, index))
+
+        has_lengths = check_prompt is not None and not has_images
+        num_bad, problem = find_bad_rows(name, count, read, tokenize if has_lengths else None, say)
         if num_bad > max_bad_rows:
             raise DataError(f"{problem}; fix the data, or raise buffer.max_bad_rows ({max_bad_rows})")
         if num_bad:

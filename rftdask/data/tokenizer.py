@@ -217,8 +217,11 @@ def load_tokenizer(config: Config) -> Tokenizer:
     path = config.model.model_path
     try:
         tokenizer = read_tokenizer(path, config.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.model_path {path!r} has no usable tokenizer: {error}".splitlines()[0]) from error
+    except ImportError:
+        raise
+    except Exception as error:  # a damaged file may raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DataError(f"model.model_path {path!r} has no usable tokenizer: {reason}") from error
     if config.model.custom_chat_template is not None:
         tokenizer.chat_template = config.model.custom_chat_template
     elif config.model.chat_template_path is not None:

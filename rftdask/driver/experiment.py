@@ -266,6 +266,7 @@ class Experiment:
         inputs = check_inputs(
             stages,
             tried=RETURNED in os.environ and open_storage(stages[0].checkpoint_job_dir).exists(run_folder.RUN_FILE),
+            say=say,
         )
         for number, config in enumerate(stages):
             # A later stage takes its model from the stage before.
@@ -277,7 +278,7 @@ class Experiment:
             for stage in missing_datasets(stages):
                 leases.enter_context(Lease(open_storage(stage.checkpoint_job_dir), DATASET))
             if make_datasets(stages, say):
-                inputs = check_inputs(stages, tried=True)  # for the rows of the new datasets
+                inputs = check_inputs(stages, tried=True, say=say)  # for the rows of the new datasets
         return inputs
 
     def start(self, progress: ViewKind = "none") -> Experiment:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -24,20 +24,21 @@ from rftdask.buffer.log import open_log
 from rftdask.config import Config, check_plugins
 from rftdask.config.plugins import load_plugin_folders, module_of, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
-from rftdask.data.datasets import Dataset, find_bad_rows, open_dataset
+from rftdask.data.datasets import Dataset, Say, find_bad_rows, open_dataset
 from rftdask.data.hub import cached_folder, has_tokenizer, is_model_name, local_model, require_model
 from rftdask.data.images import check_reads_images, check_reads_videos
-from rftdask.data.supervised import SftRows, check_columns, check_row, schema_of
+from rftdask.data.supervised import check_columns, check_row, make_rows, schema_of
 from rftdask.data.task import Task
 from rftdask.data.task_pipeline import check_pipeline, standing_in
 from rftdask.data.tasksets import Taskset
-from rftdask.data.tokenizer import load_tokenizer
+from rftdask.data.tokenizer import Tokenizer, load_tokenizer
 from rftdask.engines.spec import remote_models
 from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError, lacks_training
 from rftdask.models.model_shape import check_folder
 from rftdask.models.tinker_service import require_key
 from rftdask.processes.zygote import TORCH, call
 from rftdask.rollouts import try_workflow
+from rftdask.rollouts.policy.recording import check_prompt
 from rftdask.rollouts.policy.remote_model import check_service
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
@@ -55,12 +56,15 @@ _CHECKPOINT_FACTOR = 4
 _SPARE_BYTES = 64 << 20
 
 
-def check_inputs(stages: list[Config], *, elsewhere: bool = False, tried: bool = False) -> list[Inputs]:
+def check_inputs(
+    stages: list[Config], *, elsewhere: bool = False, tried: bool = False, say: Say = log.info
+) -> list[Inputs]:
     """Check all stages of a run, and return the inputs of each.
 
     elsewhere: True if the run uses other machines. Packages missing on this machine then only log a warning, and are
     checked where the run starts.
     tried: True if workflows, rewards and algorithms of the same code have already been tried here.
+    say: receives lines on the progress, if the rows take more than some seconds.
     Raises: ConfigError: lists all problems of the data; UserError: a problem of the storage.
     """
     problems: list[str] = []
@@ -70,7 +74,7 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False, tried: bool =
             check_pipeline(stage)
     # Until a task pipeline has made its dataset, the checks read the rows of its input.
     with standing_in(stages) as stand_ins:
-        all_inputs = _check_inputs(stand_ins, problems, unchecked, tried=tried)
+        all_inputs = _check_inputs(stand_ins, problems, unchecked, tried=tried, say=say)
     for stage, stand_in, inputs in zip(stages, stand_ins, all_inputs, strict=True):
         if stage is not stand_in and (dataset := stage.pipeline_dataset) is not None:
             inputs.fingerprints.pop("dataset" if stage.mode == "train" else str(dataset.name), None)
@@ -78,7 +82,7 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False, tried: bool =
 
 
 def _check_inputs(
-    stages: list[Config], problems: list[str], unchecked: list[str] | None, *, tried: bool
+    stages: list[Config], problems: list[str], unchecked: list[str] | None, *, tried: bool, say: Say
 ) -> list[Inputs]:
     for stage in stages:
         with _noted(problems):
@@ -105,13 +109,20 @@ def _check_inputs(
     with _noted(problems):
         _check_adapter(stages)
     _check_auxiliary(stages, problems)
-    # In another process and concurrently, because building an algorithm imports torch.
+    # In another process and concurrently, because tokenizers and algorithms import torch.
     with ThreadPoolExecutor(1, "algorithms") as thread:
+        tokenizers = [
+            thread.submit(load_tokenizer, stage) if not problems and _needs_tokenizer(stage) else None
+            for stage in stages
+        ]
         algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage, needs=[TORCH]) for stage in stages]
         for stage in stages:
             with _noted(problems, unchecked):
                 _check_staleness(stage)
-        all_inputs = [_check_data(stage, problems, unchecked, tried=tried) for stage in stages]
+        all_inputs = [
+            _check_data(stage, tokenizer, problems, unchecked, tried=tried, say=say)
+            for stage, tokenizer in zip(stages, tokenizers, strict=True)
+        ]
         for checked in algorithms:
             with _noted(problems, unchecked):
                 checked.result()
@@ -189,7 +200,35 @@ def _noted(problems: list[str], unchecked: list[str] | None = None) -> Iterator[
         (problems if unchecked is None else unchecked).append(remedy)
 
 
-def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None, *, tried: bool) -> Inputs:
+def _needs_tokenizer(stage: Config) -> bool:
+    """Return True if rows of the stage may be too long, and the model is on this machine."""
+    is_dataset = stage.mode == "train" and stage.algorithm.schema_type != "experience"
+    refuses = stage.has_explorer and not stage.model.enable_prompt_truncation and not stage.is_external
+    if not (is_dataset or refuses or _demonstrations(stage)):
+        return False
+    path = stage.model.model_path
+    if not stage.explorer.rollout_model.traits.has_model or Path(local_model(path)).expanduser().is_dir():
+        return True
+    log.warning("%s is not on this machine yet, so the lengths of rows are not checked before the start", path)
+    return False
+
+
+def _demonstrations(stage: Config) -> ExperienceBufferConfig | None:
+    """Return the dataset of demonstrations that the stage trains with its rollouts; None: there is none."""
+    if not stage.num_demonstrations or stage.mode not in ("both", "train"):
+        return None
+    return stage.buffer.trainer_input.auxiliary_buffers[stage.demonstrations]
+
+
+def _check_data(
+    stage: Config,
+    tokenizer: Future[Tokenizer] | None,
+    problems: list[str],
+    unchecked: list[str] | None,
+    *,
+    tried: bool,
+    say: Say,
+) -> Inputs:
     inputs = Inputs()
     sizes = inputs.sizes
     source, folders = stage.buffer.explorer_input, stage.explorer.plugin_dirs
@@ -203,7 +242,10 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
         sizes[config.name] = 0
         with _noted(problems, unchecked):
             taskset = Taskset(config)
-            taskset.check(stage.buffer.max_bad_rows)
+            check_tokens = None
+            if tokenizer is not None and not stage.model.enable_prompt_truncation and not stage.is_external:
+                check_tokens = partial(check_prompt, tokenizer.result(), stage.model)
+            taskset.check(stage.buffer.max_bad_rows, check_tokens, say)
             if make_selector(config.data_selector, tuple(folders)).features:
                 taskset.numbers(config.data_selector.feature_keys)
             sizes[config.name] = len(taskset)
@@ -233,18 +275,22 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
             for text in doubts:
                 log.warning("a rollout that ends like this one counts as failed and is not trained: %s", text)
     if stage.algorithm.schema_type != "experience" and stage.mode == "train":
-        with _noted(problems):
+        with _noted(problems, unchecked):
             section, needed = stage.buffer.trainer_input.experience_buffer, stage.buffer.train_batch_size
-            dataset = _checked_rows(section, stage.algorithm.schema_type)
+            dataset = _checked_rows(stage, section, stage.algorithm.schema_type, tokenizer, say)
             inputs.fingerprints["dataset"] = dataset.fingerprint
             sizes["dataset"] = rows = len(dataset)
             if (held_out := stage.buffer.trainer_input.eval_buffer) is not None:
-                inputs.fingerprints["eval/dataset"] = _checked_rows(held_out, stage.algorithm.schema_type).fingerprint
+                rows_apart = _checked_rows(stage, held_out, stage.algorithm.schema_type, tokenizer, say)
+                inputs.fingerprints["eval/dataset"] = rows_apart.fingerprint
             if stage.buffer.total_steps is None and rows * epochs < needed:
                 raise DataError(
                     f"dataset {section.path} has {rows} rows; {epochs} epochs do not fill one batch of {needed}; "
                     "lower buffer.train_batch_size or raise buffer.total_epochs"
                 )
+    if (demonstrations := _demonstrations(stage)) is not None:
+        with _noted(problems, unchecked):
+            _checked_rows(stage, demonstrations, "sft", tokenizer, say)
     if not explores or problems:  # sizes of unreadable tasksets are meaningless
         return inputs
     # A learning selector draws the tasks of each step without replacement.
@@ -265,7 +311,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
 
 
 def _check_algorithm(stage: Config) -> None:
-    """Check that the parts of the algorithm fit together, and that its teachers, critic and demonstrations exist.
+    """Check that the parts of the algorithm fit together, and that its teachers and critic exist.
 
     Runs in another process. The late imports load torch, which this module's other checks do not need.
     """
@@ -293,10 +339,6 @@ def _check_algorithm(stage: Config) -> None:
     if (coef or replay) and _size_of(stage.model.model_path, "num_experts_per_tok") == 0:
         key = f"trainer.router_aux_loss_coef {coef}" if coef else "algorithm.enable_router_replay"
         raise UserError(f"{key}: {stage.model.model_path} has no experts; leave it out")
-    section = stage.buffer.trainer_input.experience_buffer
-    if algorithm.schema == "sft" and section.format.return_assistant_tokens_mask:
-        # Checks that the template supports it.
-        SftRows(_open_rows(section), load_tokenizer(stage), section.format, stage.model.max_model_len)
     if algorithm.use_teacher and not stage.explorer.auxiliary_models:
         raise UserError("explorer.auxiliary_models: algorithm.policy_loss_fn needs a teacher model; add it here")
     for number, model in enumerate(stage.explorer.auxiliary_models if algorithm.use_teacher else ()):
@@ -311,29 +353,37 @@ def _check_algorithm(stage: Config) -> None:
             )
     if algorithm.use_critic and stage.model.critic_model_path:
         _check_model_folder(stage.model.critic_model_path, "model.critic_model_path")
-    if stage.num_demonstrations:
-        _checked_rows(stage.buffer.trainer_input.auxiliary_buffers[stage.demonstrations], "sft")
 
 
-def _checked_rows(section: ExperienceBufferConfig, schema: str) -> Dataset:
-    """Open the dataset of a buffer. Raises: DataError: it does not exist, or rows do not fit its format."""
-    dataset = _open_rows(section)
+def _checked_rows(
+    stage: Config, section: ExperienceBufferConfig, schema: str, tokenizer: Future[Tokenizer] | None, say: Say
+) -> Dataset:
+    """Open the dataset of a buffer and check its rows, as far as `find_bad_rows` does. A few bad rows are logged.
+
+    tokenizer: None: lengths are not checked.
+    Raises: DataError: it does not exist, or more than `buffer.max_bad_rows` rows do not fit its format and the model.
+    """
+    name, most = f"dataset {section.path}", stage.buffer.max_bad_rows
+    loaded = None if tokenizer is None else tokenizer.result()
+    dataset = open_dataset(
+        section.path or "", split=section.split, subset_name=section.subset_name, table=section.table
+    )
     try:
-        given = schema
-        schema, fmt = schema_of(schema, dataset, section.format)
-        check_columns(dataset, schema, fmt)
-        check = partial(check_row, schema, fmt, has_label=given == "kto" and schema == "sft")
-        num_bad, problem = find_bad_rows(f"dataset {section.path}", len(dataset), lambda n: check(n, dataset[n]))
-        if num_bad:
-            raise DataError(problem)
+        read_schema, fmt = schema_of(schema, dataset, section.format)
+        check_columns(dataset, read_schema, fmt)
+        check = partial(check_row, read_schema, fmt, has_label=schema == "kto" and read_schema == "sft")
+        tokenize = None
+        if loaded is not None:
+            rows = make_rows(schema, dataset, loaded, section.format, stage.model.max_model_len)
+            tokenize = lambda number: rows.read([number])  # noqa: E731 -- only with a tokenizer
+        num_bad, problem = find_bad_rows(name, len(dataset), lambda n: check(n, dataset[n]), tokenize, say)
+        if num_bad > most:
+            raise DataError(f"{problem}; fix the data, or raise buffer.max_bad_rows ({most})")
     except DataError as error:
-        raise DataError(f"dataset {section.path}: {error}") from error
+        raise DataError(f"{name}: {error}") from error
+    if num_bad:
+        log.warning("%s: %s; such a row is not trained (buffer.max_bad_rows %d)", name, problem, most)
     return dataset
-
-
-def _open_rows(section: ExperienceBufferConfig) -> Dataset:
-    path, split = section.path or "", section.split
-    return open_dataset(path, split=split, subset_name=section.subset_name, table=section.table)
 
 
 def _check_staleness(stage: Config) -> None:

@@ -5,6 +5,7 @@ It reports to its supervisor by events. It ends with `Ended`, or with an error t
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,7 @@ from rftdask.config.plugins import find_part, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.trainer import registered_train_engines
 from rftdask.data.datasets import Dataset, open_dataset
-from rftdask.data.supervised import LabeledRows, PreferenceRows, SftRows, TextRows
+from rftdask.data.supervised import make_rows
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.errors import DataError
 from rftdask.monitor.events import CODEC, Alive, Event
@@ -71,6 +72,8 @@ from rftdask.trainer.engines.micro_batches import DeviceBatch
 from rftdask.trainer.process_ranks import ProcessRanks, all_ranks, lost_peer
 from rftdask.trainer.trainer import Trainer, acquire_device
 
+log = logging.getLogger(__name__)
+
 _WEIGHTS_TO_KEEP = 8
 """Published versions kept by a trainer whose explorers are other runs of `rftdask`; enough for a slow one."""
 _RENDEZVOUS_TIMEOUT_S = 120
@@ -80,7 +83,6 @@ _COLLECTIVE_TIMEOUT_S = 1800
 and exceeds the time that a rank may be busy, for example writing weights. Ranks do not wait for data: meanwhile rank 0
 sends a message several times a second.
 """
-_Rows = SftRows | PreferenceRows | LabeledRows | TextRows  # converts rows of a dataset to sequences
 NO_BASELINE = "no_baseline"
 """Drop reason of rollouts whose greedy sibling failed."""
 
@@ -271,6 +273,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
             shuffle_seed=_order_seed(section),
             group_size=sequences_per_row,
             total_steps=config.buffer.total_steps,
+            max_bad_rows=config.buffer.max_bad_rows,
         )
     else:
         rules, strategy, log = make_sync_rules(config), make_sample_strategy(config), open_log(storage, config)
@@ -300,6 +303,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
             poll_interval_s=config.synchronizer.poll_interval_s,
             replay=make_replay(config),
             notes_settled=unread_limit(config) is not None,
+            max_bad_rows=config.buffer.max_bad_rows,
             batch_filter=build_batch_filter(config, algorithm),
             demonstrations=demonstrations,
         )
@@ -310,16 +314,30 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
 
 
 def read_held_out(config: Config) -> list[TrainingBatch]:
-    """Read the held-out rows in batches of `train_batch_size`; []: no evaluation dataset. Raises: DataError."""
+    """Read the held-out rows in batches of `train_batch_size`; []: no evaluation dataset.
+
+    Raises: DataError: more than `buffer.max_bad_rows` rows cannot be used, or none can.
+    """
     section = config.buffer.trainer_input.eval_buffer
     if section is None:
         return []
     dataset, read, count = build_reader(section, config.algorithm.schema_type, config)
-    size, batches = config.buffer.train_batch_size, []
-    for first in range(0, len(dataset), size):
-        numbers = range(first, min(first + size, len(dataset)))
-        uids = [f"held-out/{number}/{sequence}" for number in numbers for sequence in range(count)]
-        batches.append(supervised_batch(read(numbers), uids, count))
+    size, most = config.buffer.train_batch_size, config.buffer.max_bad_rows
+    sequences, bad = dict[int, Sequence[SupervisedRow]](), list[DataError]()
+    for number in range(len(dataset)):
+        try:
+            sequences[number] = read([number])
+        except DataError as error:
+            bad.append(error)
+    if len(bad) > most or not sequences:
+        raise DataError(f"{bad[0]}; held-out rows with errors: {len(bad)} (buffer.max_bad_rows {most}); fix the data")
+    if bad:
+        log.warning("%d held-out rows are left out, which cannot be used: %s", len(bad), bad[0])
+    numbers, batches = list(sequences), []
+    for first in range(0, len(numbers), size):
+        part = numbers[first : first + size]
+        uids = [f"held-out/{number}/{sequence}" for number in part for sequence in range(count)]
+        batches.append(supervised_batch([row for number in part for row in sequences[number]], uids, count))
     return batches
 
 
@@ -341,8 +359,7 @@ def build_reader(section: ExperienceBufferConfig, schema: str, config: Config) -
     dataset = open_dataset(
         section.path or "", split=section.split, subset_name=section.subset_name, table=section.table
     )
-    kinds: dict[str, type[_Rows]] = {"cpt": TextRows, "dpo": PreferenceRows, "kto": LabeledRows}
-    rows = kinds.get(schema, SftRows)(dataset, load_tokenizer(config), section.format, config.model.max_model_len)
+    rows = make_rows(schema, dataset, load_tokenizer(config), section.format, config.model.max_model_len)
 
     def read(numbers: Sequence[int]) -> Sequence[SupervisedRow]:
         try:

@@ -427,8 +427,8 @@ class BufferConfig(Section):
     total_steps: Annotated[Count | None, MayChange()] = None
     """Explore steps (sft: train steps). Overrides `total_epochs`. None: `total_epochs` decides."""
     max_bad_rows: Annotated[Natural, MayChange()] = 0
-    """Rows of a taskset without a usable prompt or answer that do not prevent a start. All rollouts of such a task fail
-    with the reason. All rows are checked before the start, for at most a minute."""
+    """Rows of each dataset that may be unusable, or have a prompt that is too long. All rollouts of such a task fail;
+    such a row of a dataset to learn from is not trained. Rows are checked before the start (docs/data.md)."""
     explorer_input: ExplorerInput = ExplorerInput.model_construct()
     """Tasks."""
     trainer_input: TrainerInput = TrainerInput.model_construct()

@@ -26,6 +26,7 @@ from jinja2 import TemplateError
 
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.images import ImageProcessor, images_in
+from rftdask.data.task import Task
 from rftdask.data.tokenizer import (
     Tokenizer,
     encode_hidden,
@@ -217,7 +218,7 @@ class _RecordedModel(ModelHandle):
                 kind = "a model behind an API" if isinstance(model, ServedRemote) else "this engine"
                 raise RuntimeError(f"{kind} cannot score given tokens")
             # Tokenized separately, as in a rollout, where the response is sampled after the complete prompt.
-            prompt_tokens, _ = _limited(model, _encode_raw(model.tokenizer, prompt))
+            prompt_tokens, _ = _limited(model.limits, _encode_raw(model.tokenizer, prompt))
             tokens = encode_hidden(model.tokenizer, *hide_special(model.tokenizer, response))
             if not prompt_tokens or not tokens:
                 raise ValueError("logprobs needs a prompt and a response of at least one token each")
@@ -413,7 +414,7 @@ class RecordingModel(_RecordedModel, PolicyHandle):
             tokens = _encode(model, prompt, hidden, images)
         else:
             tokens = _encode_raw(model.tokenizer, prompt)
-        tokens, truncated = _limited(model, tokens)
+        tokens, truncated = _limited(model.limits, tokens)
         if truncated and images:
             limit = f"max_prompt_tokens {model.limits.max_prompt_tokens}"
             raise PromptTooLongError(f"a prompt with images exceeds {limit} and cannot be truncated; raise it")
@@ -755,12 +756,33 @@ def _encode_raw(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return with_first_token(tokenizer, encode_hidden(tokenizer, prompt, {})) if prompt else []
 
 
-def _limited(model: ServedModel, tokens: list[int]) -> tuple[list[int], bool]:
+def check_prompt(tokenizer: Tokenizer, limits: ModelConfig, task: Task) -> None:
+    """Render and tokenize the prompt of a task without images, as a rollout does.
+
+    Raises: DataError: the chat template fails, or the prompt is empty, or it is too long and must not be truncated.
+    """
+    where = f"taskset {task.taskset}, row {task.index}"
+    try:
+        if task.messages:
+            prompt = _render(tokenizer, task.messages, {"tools": list(task.tools)} if task.tools else {})
+            tokens = encode_hidden(tokenizer, prompt.text, prompt.hidden)
+        else:
+            tokens = _encode_raw(tokenizer, task.prompt)
+        _limited(limits, tokens)
+    except PromptTooLongError as error:
+        raise DataError(f"{where}: {error}") from error
+    except Exception as error:  # a template may raise anything
+        raise DataError(f"{where}: the chat template cannot render it: {type(error).__name__}: {error}") from error
+    if not tokens:
+        raise DataError(f"{where}: the prompt is empty")
+
+
+def _limited(limits: ModelConfig, tokens: list[int]) -> tuple[list[int], bool]:
     """Return the allowed tokens of a prompt, and True if some were cut. Raises: PromptTooLongError."""
-    limit = model.limits.max_prompt_tokens
+    limit = limits.max_prompt_tokens
     if limit is None or len(tokens) <= limit:
         return tokens, False
-    if not model.limits.enable_prompt_truncation:
+    if not limits.enable_prompt_truncation:
         advice = "raise it, shorten the prompt, or set model.enable_prompt_truncation for rollouts"
         raise PromptTooLongError(f"prompt of {len(tokens)} tokens exceeds max_prompt_tokens {limit}; {advice}")
     # The end is kept, because it usually holds the question.

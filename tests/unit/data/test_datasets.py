@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rftdask.data import datasets
-from rftdask.data.datasets import Dataset, open_dataset
+from rftdask.data.datasets import Dataset, find_bad_rows, open_dataset
 from rftdask.errors import DataError
 from rftdask.storage import open_storage
 from tests.unit.storage.s3_proxy import mark_folder
@@ -183,3 +183,31 @@ def test_the_fingerprint_of_a_saved_dataset_is_of_its_rows(tmp_path: Path) -> No
         (tmp_path / name / "state.json").write_text(json.dumps({**state, "_fingerprint": "the same"}))
     first, again, other = (open_dataset(str(tmp_path / name)).fingerprint for name in ("first", "again", "other"))
     assert first == again != other
+
+
+def test_the_longest_and_evenly_spaced_rows_are_tokenized() -> None:
+    said, tokenized = list[str](), list[int]()
+
+    def read(number: int) -> int:
+        if number == 7:
+            raise DataError("row 7 is bad")
+        return 900 if number == 123_457 else 5
+
+    def tokenize(number: int) -> None:
+        tokenized.append(number)
+        if number == 123_457:
+            raise DataError("row 123457 is long")
+
+    text = "row 7 is bad; rows with errors: 2 (7, 123457)"
+    assert find_bad_rows("data", 200_000, read, tokenize, said.append) == (2, text)
+    assert tokenized[0] == 123_457
+    assert set(range(0, 200_000, 400)) < set(tokenized)
+    assert len(tokenized) <= 1000
+    count = len(tokenized)
+    assert said == [f"data: the lengths of {count} of 200000 rows are checked, the longest and some in between"]
+
+
+def test_all_rows_of_a_small_dataset_are_tokenized_once() -> None:
+    said, tokenized = list[str](), list[int]()
+    assert find_bad_rows("data", 1000, lambda number: 1, tokenized.append, said.append) == (0, "")
+    assert (tokenized, said) == (list(range(1000)), [])

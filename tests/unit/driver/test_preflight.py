@@ -22,6 +22,21 @@ from rftdask.storage import open_storage
 from rftdask.storage.fsspec_store import FsspecStorage
 
 
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer with one token per byte, whose template refuses the role "tool"."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_of = Tokenizer(BPE({letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    bytes_of.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_of)
+    refused = "{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{refused}{{{{ m['content'] }}}}{{% endfor %}}"
+    tokenizer.save_pretrained(folder)
+
+
 class World:
     """A run whose inputs are all right, until a test breaks one."""
 
@@ -31,8 +46,8 @@ class World:
         self.rows = [{"question": f"1+{n}=", "answer": str(1 + n)} for n in range(6)]
         self.model = folder / "model"
         self.model.mkdir()
-        for name in ("config.json", "tokenizer.json"):
-            (self.model / name).write_text("{}")
+        (self.model / "config.json").write_text("{}")
+        save_tokenizer(self.model)
         (self.model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # whole, without a tensor
         self.write(self.rows)
 
@@ -123,6 +138,54 @@ def test_all_rows_are_checked_before_the_start(world: World) -> None:
     assert "row 130: column 'label' holds 'None'; use true or false" in problems(
         world.sft("algorithm.algorithm_type=kto")
     )
+
+
+BAD_CHAT = [{"role": "tool", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "1" * 70, "answer": "2"}, "row 40: the prompt has 64 tokens, so nothing of the response fits"),
+        ({"question": BAD_CHAT[:1], "answer": "2"}, "row 40: the chat template cannot render it: TemplateError: no"),
+        ({"question": "1+1=", "answer": None}, "row 40: column 'answer' holds NoneType, not text"),
+    ],
+)
+def test_rows_to_learn_from_are_counted_as_bad_rows(
+    world: World, row: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [*[{"question": "1+1=", "answer": "2"}] * 40, row]
+    world.write(rows)
+    text = problems(world.sft())
+    assert message in text
+    assert "fix the data, or raise buffer.max_bad_rows (0)" in text
+    check_inputs([world.sft("buffer.max_bad_rows=1")])
+    assert re.search(f"{re.escape(message)}.*; such a row is not trained", caplog.text)
+    world.write([*rows, row])
+    assert "rows with errors: 2 (40, 41)" in problems(world.sft("buffer.max_bad_rows=1"))
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ("1" * 40, "row 40: prompt of 40 tokens exceeds max_prompt_tokens 32"),
+        (BAD_CHAT[:1], "row 40: the chat template cannot render it: TemplateError: no tools"),
+    ],
+)
+def test_prompts_that_fail_their_task_are_bad_rows(world: World, question: Any, message: str) -> None:
+    world.write([*[{"question": "1+1=", "answer": "2"}] * 40, {"question": question, "answer": "2"}])
+    refuses = "model.enable_prompt_truncation=false"
+    text = problems(world.config(refuses))
+    assert message in text
+    assert "fix the data, or raise buffer.max_bad_rows (0)" in text
+    check_inputs([world.config(refuses, "buffer.max_bad_rows=1")])
+
+
+def test_no_tokenizer_is_loaded_if_long_prompts_are_truncated(world: World) -> None:
+    world.write([{"question": "1" * 40, "answer": "2"}] * 6)
+    (world.model / "tokenizer.json").write_text("{}")
+    check_inputs([world.config()])
+    assert "has no usable tokenizer" in problems(world.config("model.enable_prompt_truncation=false"))
 
 
 def test_held_out_rows_are_checked_like_training_rows(world: World) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import build_algorithm, make_algorithm, make_part
 from rftdask.algorithm.drop_reasons import DropReason
+from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status
@@ -29,7 +30,7 @@ from rftdask.driver.preflight import check_inputs
 from rftdask.errors import DataError, UserError, WaitTimeout
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
-from rftdask.trainer.rank import AlgorithmFilter, build_source
+from rftdask.trainer.rank import AlgorithmFilter, build_source, read_held_out
 from tests.unit.buffer.buffer_cases import experience
 
 make_operator = partial(make_part, "operator")
@@ -307,7 +308,44 @@ def test_waiting_too_long_for_experiences_raises(tmp_path: Path, model: Path) ->
         source.entry(1, patience_s=1.0)
 
 
-def test_a_row_without_use_is_reported_with_its_dataset(tmp_path: Path, model: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [ROWS[0], {"prompt": "7", "response": None}])
-    with pytest.raises(DataError, match=f"dataset {path}: row 1: column 'response' holds NoneType, not text"):
-        batches(config(tmp_path, model, path=str(path), format=RAW))
+def test_rows_without_use_are_dropped_with_their_reason(tmp_path: Path, model: Path) -> None:
+    rows = [ROWS[0], {"prompt": "7", "response": None}, {"prompt": "x" * 99, "response": "!"}, ROWS[1]]
+    path = write(tmp_path / "rows.jsonl", rows)
+    stage = config(tmp_path, model, path=str(path), format=RAW)
+    assert [len(batch) for batch in batches(stage)] == [1, 1]
+    first, second = dropped(stage, 1), dropped(stage, 2)
+    assert first == [f"bad_row: dataset {path}: row 1: column 'response' holds NoneType, not text"]
+    assert "row 2: the prompt has 64 tokens, so nothing of the response fits in 64" in second[0]
+
+
+def test_a_chat_that_the_template_refuses_is_dropped(tmp_path: Path, model: Path) -> None:
+    answer = {"role": "assistant", "content": "4"}
+    chats = [[{"role": role, "content": "2+2?"}, answer] for role in ("user", "tool")]
+    path = write(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
+    template = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    template += "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    stage = config(tmp_path, model, path=str(path), format={"messages_key": "messages"})
+    stage = load_config(stage.to_dict(), [f"model.custom_chat_template={json.dumps(template)}"])
+    assert batches(stage) == [["2+2?4"]]
+    assert "row 1: the chat template cannot render it: TemplateError: no tools" in dropped(stage, 1)[0]
+
+
+def dropped(stage: Config, step: int) -> list[str]:
+    """Reasons of the rows that a step drops."""
+    entry = Ledger(open_storage(stage.checkpoint_job_dir)).read(step)
+    return [] if entry is None else [rows.reason for rows in entry.drop]
+
+
+@pytest.mark.parametrize("max_bad_rows", [0, 1])
+def test_held_out_rows_without_use_are_left_out(tmp_path: Path, model: Path, max_bad_rows: int) -> None:
+    path = write(tmp_path / "rows.jsonl", [*ROWS[:3], {"prompt": "7", "response": None}])
+    section: dict[str, Any] = {"path": str(path), "format": RAW}
+    stage = config(tmp_path, model, **section)
+    buffer = {**stage.to_dict()["buffer"], "max_bad_rows": max_bad_rows}
+    buffer["trainer_input"] = {"experience_buffer": section, "eval_buffer": section}
+    stage = load_config({**stage.to_dict(), "buffer": buffer})
+    if max_bad_rows:
+        assert [len(batch) for batch in read_held_out(stage)] == [2, 1]
+        return
+    with pytest.raises(DataError, match=r"row 3: column 'response' holds NoneType.*; held-out rows with errors: 1"):
+        read_held_out(stage)
