@@ -45,6 +45,7 @@ USABLE = 0.9
 """Usable fraction of a GPU. The CUDA context, kernel workspaces and allocator fragmentation take the rest."""
 GB = 1e9
 _MASTER = 4
+"""Bytes of a float32 weight or gradient."""
 _NUM_SMS = 132
 """Multiprocessors of an H100 or H200, over which the deterministic attention backward pass divides its work."""
 _PROCESS = 1.5 * GB
@@ -54,6 +55,7 @@ _OWNERS = {"engines": EXPLORER_RESOURCE, "asleep": EXPLORER_RESOURCE, "auxiliary
 _GRAPHS = 1.0 * GB
 """Allowance for the CUDA graphs that vLLM measures when it starts."""
 _BLOCK = 16
+"""Tokens in a block of vLLM's key-value cache."""
 # fmt: off
 _STATE_BYTES = {
     "adadelta": 8, "adagrad": 4, "adam": 8, "adamax": 8, "adamw": 8, "asgd": 4, "nadam": 8, "radam": 8, "rmsprop": 4,
@@ -262,6 +264,7 @@ def activation_bytes(shape: ModelShape, sizes: TrainSizes) -> float:
     product = 2 * shape.hidden_size + 3 * shape.query_size + 2 * shape.key_size + 4 * shape.intermediate_size
     product += 2 * shape.hidden_size * shape.experts_per_token
     norm = 4 * shape.hidden_size + (2 * (shape.query_size + shape.key_size) if shape.normalizes_heads else 0)
+    # Bytes per token and layer.
     layer = (sizes.compute_bytes * product + 4 * norm) / sizes.tensor_parallel
     # With checkpointing, each layer keeps only its input, and one layer at a time keeps everything.
     ends = 4 * 5 * shape.hidden_size  # embeddings, the last norm, the states that are scored
@@ -330,6 +333,7 @@ def _shape(model_path: str, trust_remote_code: bool) -> ModelShape:
 
 def engine_parts(shape: ModelShape, tokens: int, rows: int, dtype_bytes: int) -> tuple[Part, ...]:
     """Compute the memory of one engine with `tokens` in its cache and `rows` concurrent responses."""
+    # Keys and values of all layers, in bytes per token.
     cache = 2 * shape.num_layers * shape.key_size * dtype_bytes
     return (
         Part(

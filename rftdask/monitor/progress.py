@@ -35,6 +35,7 @@ class Progress:
     num_stages: int = 1
     mode: str = ""
     step: int = 0
+    """Finished steps of this stage."""
     total_steps: int | None = None
     reward: float | None = None
     accuracy: float | None = None

@@ -41,6 +41,7 @@ STOP_FILE = "control/STOP"
 END_FILE = "control/END.json"
 _BEGUN = "begun"
 CONFIG_FILE = "control/config-{}.json"
+"""Path of a config, by its fingerprint."""
 _CONFIG_EDITION = 2
 """Edition of the meaning of config values, in `run.json`. In edition 1, without a number, plaintext meant raw, and
 supervised rows ignored `system_prompt_key` and `reply_prefix`."""
@@ -280,8 +281,8 @@ def _run_json(config: Config, fingerprints: Mapping[str, Any] | None = None, pla
         tree["cluster"]["private_folder"] = str(Path(folder).expanduser().absolute())
     run = {"config": tree, "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
     run |= {"cwd": os.getcwd(), "config_edition": _CONFIG_EDITION}
-    given = {"fingerprints": fingerprints, "placement": placement}
-    run |= {name: value for name, value in given.items() if value is not None}
+    optional = {"fingerprints": fingerprints, "placement": placement}
+    run |= {name: value for name, value in optional.items() if value is not None}
     return json.dumps(run, indent=1).encode()
 
 

@@ -24,6 +24,7 @@ MAX_UNSIZED = 64
 _TIMEOUT_S = 600.0
 """Longest silence of a busy engine before it counts as lost."""
 _NEWEST_SHARE = 0.1
+"""Weight of the newest call in the running mean of call times."""
 _MAX_RETRY_AFTER_S = 30
 
 log = logging.getLogger(__name__)

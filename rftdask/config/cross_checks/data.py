@@ -90,7 +90,7 @@ def _pipeline_makes_a_dataset(config: Config) -> Iterator[Problem]:
 
 
 @reading("mode", "algorithm", "buffer.trainer_input")
-def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
+def _demonstrations_have_a_dataset(config: Config) -> Iterator[Problem]:
     # Commands that only explore or evaluate read no demonstrations.
     if config.mode not in ("both", "train") or not takes_demonstrations(config.algorithm.sample_strategy):
         return

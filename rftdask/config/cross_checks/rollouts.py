@@ -99,7 +99,7 @@ def _images_are_read(config: Config) -> Iterator[Problem]:
 
 
 @reading("mode", "algorithm", "explorer.auxiliary_models", "buffer")
-def _teachers_are_there(config: Config) -> Iterator[Problem]:
+def _teachers_are_configured(config: Config) -> Iterator[Problem]:
     models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
     algorithm = config.algorithm.advantage_fn or config.algorithm.algorithm_type
     if config.algorithm.needs_teacher:

@@ -152,7 +152,7 @@ class TrainerConfig(Section):
                 yield "tensor_parallel_size", f"{cut} does not go with {other}"
 
     @reading("router_aux_loss_coef", "ulysses_sequence_parallel_size", "torch_compile")
-    def _routers_are_heard(self) -> Iterator[Problem]:
+    def _routers_are_visible(self) -> Iterator[Problem]:
         split = "ulysses_sequence_parallel_size, where each rank sees a part of a sequence"
         others = {
             split: self.ulysses_sequence_parallel_size > 1,
