@@ -62,12 +62,15 @@ def named_parts(config: Section) -> Iterator[NamedPart]:
                     at, args = f"{where}[{index}]", item.get("args") or {}
                     yield NamedPart(f"{at}.name", named, str(item.get("name", "")), args, f"{at}.args")
                 continue
-            # If the key is absent, the algorithm type chooses the part, which still takes the arguments given here.
-            if value is None and named.default_from:
+            usual: Mapping[str, Any] = {}
+            if named.default_from:
                 owner = names[named.default_from]
-                value = trait(lookup_part(owner.kind, getattr(section, named.default_from), owner.registered()), key)
+                kind = lookup_part(owner.kind, getattr(section, named.default_from), owner.registered())
+                # If the key is absent, the algorithm type chooses the part, which still takes the arguments given here.
+                if (default := trait(kind, key)) is not None and value in (None, default):
+                    value, usual = default, trait(kind, f"{key}_args", {})
             if value and named.arguments:
-                arguments = getattr(section, named.arguments) or {}
+                arguments = {**usual, **(getattr(section, named.arguments) or {})}
                 yield NamedPart(where, named, value, arguments, join((*place, named.arguments)))
             elif value:
                 yield NamedPart(where, named, value)

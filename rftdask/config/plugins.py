@@ -285,7 +285,8 @@ def parameters_of(part: Any, supplied: int = 0) -> dict[str, Parameter] | None:
 
 
 def argument_problems(part: Any, arguments: Mapping[str, Any], supplied: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield (argument, message) for every argument that is unknown, missing or of the wrong type.
+    """Yield (argument, message) for every argument that is unknown, missing or of the wrong type. If there is none, for
+    the first value that a registered part refuses.
 
     Args: see `parameters_of`.
     """
@@ -293,7 +294,9 @@ def argument_problems(part: Any, arguments: Mapping[str, Any], supplied: int = 0
     if parameters is None:
         return
     owner = part.name if isinstance(part, RegisteredPart) else getattr(part, "__name__", type(part).__name__)
+    are_bound = True
     for name, value in arguments.items():
+        are_bound &= name in parameters and accepts(parameters[name].annotation, value)
         if name not in parameters:
             known = ", ".join(parameters) or "no arguments"
             yield name, f"unknown argument{did_you_mean(name, parameters)}; {owner} takes {known}"
@@ -301,7 +304,10 @@ def argument_problems(part: Any, arguments: Mapping[str, Any], supplied: int = 0
             yield name, f"{value!r} is not {parameters[name].annotation}"
     for name, parameter in parameters.items():
         if parameter.required and name not in arguments:
+            are_bound = False
             yield name, f"required by {owner}, and not given"
+    if are_bound and arguments and isinstance(part, RegisteredPart) and (why := part.refusal(arguments)):
+        yield next((name for name in arguments if re.search(rf"\b{name}\b", why)), next(iter(arguments))), why
 
 
 def bind_arguments(key: str, part: Any, arguments: Mapping[str, Any], supplied: int = 0) -> None:
@@ -415,6 +421,21 @@ class RegisteredPart:
         """Class attributes that are constants, including those of base classes in the same package."""
         return _read(self.module, self.attribute, self.package)[1]
 
+    def refusal(self, arguments: Mapping[str, Any]) -> str | None:
+        """Return why the __post_init__ of the class refuses arguments of the right types. None: it accepts them, or
+        needs its module."""
+        if not self.package:
+            return None
+        instance = _rules(self.module, self.attribute, self.package)()
+        vars(instance).update({**self.traits, **arguments})
+        try:
+            instance.__post_init__()
+        except ValueError as error:
+            return str(error)
+        except (NameError, AttributeError):
+            pass
+        return None
+
     def load(self) -> Any:
         """Import the module and return the class or function."""
         return getattr(importlib.import_module(self.module), self.attribute)
@@ -521,6 +542,47 @@ def _read(
             fields[target.id] = Parameter(ast.unparse(item.annotation), required=item.value is None)
     is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
     return fields if is_dataclass else parameters, constants, fields
+
+
+class _Rules:
+    def __post_init__(self) -> None:
+        """Accept everything."""
+
+
+@cache
+def _rules(module: str, attribute: str, package: str) -> type[_Rules]:
+    """Return a class with only the __post_init__ and the properties of a class of `package`, and those of its bases."""
+    sources = {
+        name: (at, source) for at, name, source in _definitions_below(package) if (at, name) != (module, attribute)
+    }
+    [node] = parse_python(
+        next(text for *place, text in _definitions_below(package) if place == [module, attribute])
+    ).body
+    names = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+    bases = {name: _rules(sources[name][0], name, package) for name in names if name in sources} or {"_Rules": _Rules}
+    node.bases, node.keywords, node.decorator_list = [ast.Name(name, ast.Load()) for name in bases], [], []
+    functions = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+    is_property = [item for item in functions if [*map(ast.unparse, item.decorator_list)] == ["property"]]
+    node.body = [item for item in functions if item.name == "__post_init__"] + is_property or [ast.Pass()]
+    namespace = {**_constants(package), **bases}
+    code = compile(ast.fix_missing_locations(ast.Module([node], [])), module, "exec", annotations.compiler_flag)
+    exec(code, namespace)  # of this package's own source
+    rules: type[_Rules] = namespace[attribute]
+    return rules
+
+
+@cache
+def _constants(package: str) -> dict[str, Any]:
+    """Return the literals that modules below `package` assign to names in capitals, and the functions of `checks`."""
+    root, constants = _place(package), dict[str, Any]()
+    for file in sorted(root.rglob("*.py")) if root is not None else ():
+        for name, text in re.findall(r"^([A-Z_]+) = (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE):
+            with contextlib.suppress(ValueError, SyntaxError):  # not a literal
+                constants[name] = ast.literal_eval(text)
+    for module, _, source in _definitions_below(package):
+        if module == f"{package}.checks":
+            exec(source, constants)
+    return constants
 
 
 def _read_arguments(arguments: ast.arguments, skip: int = 0) -> dict[str, Parameter] | None:

@@ -92,6 +92,7 @@ class VllmEngine(Engine):
     engine_type = "vllm"
     required_package = "vllm"
     takes_dora = False
+    max_lora_rank = 512  # the last of _LORA_RANKS
     loads_in_flight = True
     guides_sampling = True
     reads_images = True

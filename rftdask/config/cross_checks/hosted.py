@@ -58,6 +58,12 @@ def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
             f"{algorithm.algorithm_type} needs a critic, a teacher or a head, and the service only returns logprobs; "
             "choose another, or trainer_type torch",
         ),
+        "algorithm.entropy_loss_fn": (algorithm.adds_entropy, "it returns no entropies; set none"),
+        "algorithm.advantage_fn": (algorithm.needs_entropy, "it returns no entropies; choose another"),
+        "algorithm.policy_loss_fn": (
+            algorithm.uses_kl_baseline,
+            "it computes no KL over other prompts; choose another",
+        ),
         "synchronizer.sync_method": (
             sync.sync_method in ("memory", "nccl"),
             "weights stay at the service, and files name them; leave it out",

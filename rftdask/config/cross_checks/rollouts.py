@@ -21,6 +21,10 @@ def _engine_serves_the_adapter(config: Config) -> Iterator[Problem]:
             "model.lora_configs[0].use_dora",
             f"engine_type {engine.engine_type} does not support DoRA; use transformers",
         )
+    most = engine.traits.max_lora_rank
+    for lora in loras:
+        if lora.path is None and most is not None and lora.lora_rank > most:
+            yield "model.lora_configs[0].lora_rank", f"engine_type {engine.engine_type} serves ranks up to {most}"
 
 
 @reading("explorer.rollout_model", "explorer.auxiliary_models", "algorithm")

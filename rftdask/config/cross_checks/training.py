@@ -117,6 +117,14 @@ def _narrow_weights_are_rounded_at_random(config: Config) -> Iterator[Problem]:
             yield "trainer.master_weights", f"{narrow} does not go with {other}"
 
 
+@reading("trainer.num_ranks", "trainer.trainer_strategy", "algorithm.optimizer.optimizer_type")
+def _spread_weights_are_updated(config: Config) -> Iterator[Problem]:
+    is_spread = config.trainer.trainer_strategy == "fsdp2" and (config.trainer.num_ranks or 1) > 1
+    if is_spread and config.algorithm.optimizer.optimizer_type.lower() == "adafactor":
+        why = "PyTorch's adafactor cannot update weights sharded over ranks"
+        yield "algorithm.optimizer.optimizer_type", f"{why}; set trainer.trainer_strategy: ddp"
+
+
 @reading("mode", "algorithm", "explorer.rollout_model", "trainer")
 def _routers_are_replayed(config: Config) -> Iterator[Problem]:
     engine, trainer = config.explorer.rollout_model, config.trainer

@@ -7,7 +7,7 @@ table is kept by hand. A user's own part is imported.
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from rftdask.config.base import (
     Aliases,
@@ -25,6 +25,7 @@ from rftdask.config.base import (
 from rftdask.config.plugins import RegisteredPart, argument_problems, find_part, lookup_part, read_parts, trait
 from rftdask.config.schema.optimizer import OptimizerConfig
 
+AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 EXPERT_RATIO = 0.5
 """Default share of demonstrations in a batch of strategy mix."""
 
@@ -190,9 +191,7 @@ class AlgorithmConfig(Section):
     """Name of the entropy term. "none": no such term."""
     entropy_loss_fn_args: OpenDict | None = None
     """Arguments of the entropy term, for example {entropy_coef: 0.0}."""
-    loss_agg_mode: (
-        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
-    ) = None
+    loss_agg_mode: AggregationMode | None = None
     """How token losses are reduced to one number. None: as in the algorithm's paper."""
     bypass_old_logprobs: bool = True
     """True: use the rollout logprobs as old logprobs in ratios. False: recompute them with the trainer's weights before
@@ -223,6 +222,14 @@ class AlgorithmConfig(Section):
             yield "sample_strategy_args.expert_data_ratio", f"{ratio!r} is not a number in [0, 1)"
         if not is_natural(bound := args.get("max_staleness", 0)):
             yield "sample_strategy_args.max_staleness", f"{bound!r} is not a whole number of at least 0"
+
+    @reading("loss_agg_mode", "policy_loss_fn_args")
+    def _one_aggregation(self) -> Iterator[Problem]:
+        inner, ours = (self.policy_loss_fn_args or {}).get("loss_agg_mode"), self.loss_agg_mode
+        if inner not in (None, *(modes := get_args(AggregationMode))):
+            yield "policy_loss_fn_args.loss_agg_mode", f"{inner!r} is not one of {', '.join(modes)}"
+        elif inner is not None and ours not in (None, inner):
+            yield "policy_loss_fn_args.loss_agg_mode", f"{inner} differs from loss_agg_mode {ours}; give one of them"
 
     @property
     def schema_type(self) -> str:
@@ -277,6 +284,23 @@ class AlgorithmConfig(Section):
     def usual_sample_strategy(self) -> str:
         """Default sample strategy."""
         return str(self._of_type("sample_strategy"))
+
+    @property
+    def adds_entropy(self) -> bool:
+        """True if an entropy term of this package is part of the objective."""
+        kind = registered_parts("algorithm_type").get(self.algorithm_type)
+        return kind is not None and self._contributes("entropy_loss_fn", kind)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """True if the advantage is computed from entropies of the policy."""
+        return not {"entropy_Q", "necs_Q"}.isdisjoint(self._of_advantage(self.advantage_fn, "needs", ()))
+
+    @property
+    def uses_kl_baseline(self) -> bool:
+        """True if the loss compares with a KL over other prompts. A user's own loss is not inspected."""
+        loss = registered_parts("policy_loss_fn").get(self.policy_loss_fn or self._of_type("policy_loss_fn"))
+        return loss is not None and bool(trait(loss, "uses_kl_baseline"))
 
     @property
     def trains_critic(self) -> bool:

@@ -92,6 +92,8 @@ class EngineTraits:
     """Tensor and pipeline parallel ranks may run on several nodes of a job (engines/vllm_follower.py)."""
     takes_dora: ClassVar[bool] = True
     """The engine serves adapters trained with DoRA."""
+    max_lora_rank: ClassVar[int | None] = None
+    """Largest rank of an adapter that the engine serves. None: any."""
     required_package: ClassVar[str | None] = None
     """Optional package that the engine imports. The extra of rftdask that installs it has the same name. None: no
     package."""

@@ -19,7 +19,7 @@ from rftdask.algorithm.aggregation import AGGREGATIONS
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import BASES, build_algorithm, make_algorithm, make_part
 from rftdask.config import load_config
-from rftdask.config.plugins import load_plugin_folders
+from rftdask.config.plugins import accepts, load_plugin_folders
 from rftdask.config.schema.algorithm import LABELS, AlgorithmConfig, old_names, registered_parts
 from rftdask.errors import UserError
 from tests.unit.algorithm import algorithm_cases
@@ -415,3 +415,21 @@ def test_a_mistake_in_a_plugin_is_an_error(
 ) -> None:
     with pytest.raises(UserError, match=message):
         make_part(key, name, args, [folder])
+
+
+@pytest.mark.parametrize("key", BASES)
+def test_values_are_refused_without_the_module_of_a_part(key: str) -> None:
+    """A configuration is checked without torch, by the rules in the source of each class."""
+    # The rules of data_juicer read files.
+    for name, part in (item for item in registered_parts(key).items() if item[0] != "data_juicer"):
+        for argument, parameter in (part.parameters or {}).items():
+            for value in (-1, 0, 2, 30.0, "other"):
+                if accepts(parameter.annotation, value):
+                    try:
+                        part.load()(**{argument: value})
+                        expected = None
+                    except ValueError as error:
+                        expected = str(error)
+                    except TypeError:  # it needs other arguments as well
+                        continue
+                    assert part.refusal({argument: value}) == expected, (name, argument, value)

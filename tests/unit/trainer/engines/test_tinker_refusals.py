@@ -66,14 +66,25 @@ def test_weights_are_files_and_no_gpu_is_planned() -> None:
         "leave others out",
         "algorithm.algorithm_type=ppo": "ppo needs a critic, a teacher or a head, and the service only returns "
         "logprobs; choose another, or trainer_type torch",
+        "algorithm.entropy_loss_fn_args={entropy_coef: 0.01}": "it returns no entropies; set none",
+        "algorithm.advantage_fn=clipb": "it returns no entropies; choose another",
         "synchronizer.sync_method=memory": "weights stay at the service, and files name them; leave it out",
         "synchronizer.full_publish_interval=4": "the service keeps them; leave it out",
         "mode=colocate": "no GPU is shared; leave it out (mode: both)",
     }.items(),
 )
 def test_unsupported_keys_are_rejected_by_name(override: str, why: str) -> None:
-    key = "cluster.colocate" if override == "mode=colocate" else override.partition("=")[0]
+    key = (
+        "cluster.colocate"
+        if override == "mode=colocate"
+        else override.partition("=")[0].replace("loss_fn_args", "loss_fn")
+    )
     assert problems(grpo(model=HOSTED), override) == [f"{key}: not available with trainer_type tinker: {why}"]
+
+
+def test_a_baseline_over_other_prompts_is_rejected() -> None:
+    [line] = problems(sft(model=HOSTED, algorithm={"algorithm_type": "kto"}))
+    assert line.startswith("algorithm.policy_loss_fn: not available with trainer_type tinker: it computes no KL over")
 
 
 def test_router_replay_and_images_are_rejected() -> None:
