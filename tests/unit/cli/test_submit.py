@@ -27,8 +27,8 @@ from rftdask.run.input_fingerprints import copy_for_jobs
 from rftdask.run.run_folder import note_end
 from rftdask.storage import open_storage
 from tests.integration.run_cases import call_cli
-from tests.living import lives
-from tests.unit.cluster.batch_cases import DRIVER, configured, private, wait_for
+from tests.living import lives, wait_until
+from tests.unit.cluster.batch_cases import DRIVER, configured, private
 
 ELSEWHERE = {
     "pbs": (
@@ -319,7 +319,7 @@ def test_the_walltime_timer_signals_the_driver_and_ends(tmp_path: Path) -> None:
         with subprocess.Popen(["bash", "-c", script], start_new_session=True) as controller:
             assert controller.wait(60) == code
             left = [process for process in psutil.process_iter() if _session(process.pid) == controller.pid]
-            wait_for(lambda left=left: not any(map(lives, left)))
+            wait_until(lambda left=left: not any(map(lives, left)))
         assert (tmp_path / "again").exists()  # after the first, whose walltime came
 
 

@@ -1,7 +1,5 @@
 """Configs and jobs for the tests of batch systems."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from rftdask.cluster.secrets_dir import SecretsDir
@@ -31,10 +29,3 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(60)
 """
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -16,7 +16,8 @@ from rftdask.cluster.slurm import SlurmCluster
 from rftdask.config import Config
 from rftdask.errors import NotInstalledError, RoleError, WaitTimeout
 from rftdask.storage import open_storage
-from tests.unit.cluster.batch_cases import configured, private, wait_for
+from tests.living import wait_until
+from tests.unit.cluster.batch_cases import configured, private
 
 
 class FakeSystem(SlurmCluster):
@@ -67,7 +68,7 @@ def cluster(config: Config) -> Iterator[FakeSystem]:
     layout = plan_jobs([config], {"trainer": 1, "explorer": 1})
     started = FakeSystem(config, layout, private(config), open_storage(config.checkpoint_job_dir))
     started.use(["explorer"])
-    wait_for(lambda: len(FakeSystem.queue) == 3)
+    wait_until(lambda: len(FakeSystem.queue) == 3)
     yield started
     FakeSystem.keeps.clear()
     started.close()
@@ -80,7 +81,7 @@ def noted(config: Config) -> list[str]:
 def test_a_job_that_could_not_be_cancelled_is_cancelled_again(cluster: FakeSystem, config: Config) -> None:
     FakeSystem.keeps += ["explorer-1"] * 3
     cluster.scale("explorer", 1)
-    wait_for(lambda: FakeSystem.queue == ["explorer-0"] and noted(config) == ["explorer-0"])
+    wait_until(lambda: FakeSystem.queue == ["explorer-0"] and noted(config) == ["explorer-0"])
     cluster.check()  # cancelled jobs whose workers had not joined are no failed starts
 
 
@@ -135,7 +136,7 @@ def test_a_job_that_can_never_start_fails_the_run_with_a_remedy(
             return True
         return False
 
-    wait_for(has_failed)
+    wait_until(has_failed)
 
 
 def test_output_in_another_encoding_is_no_error() -> None:

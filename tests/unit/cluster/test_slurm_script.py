@@ -19,7 +19,8 @@ from rftdask.config import replace
 from rftdask.errors import ConfigError, UserError
 from rftdask.storage import open_storage
 from tests.integration.run_cases import call_cli
-from tests.unit.cluster.batch_cases import DRIVER, configured, private, wait_for
+from tests.living import wait_until
+from tests.unit.cluster.batch_cases import DRIVER, configured, private
 
 WRAPPED = """{% extends "job.sh" %}
 {% block command %}
@@ -94,7 +95,7 @@ def test_a_controller_ends_with_its_driver_or_is_requeued(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = {"PATH": path, "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", "-c", script], env=env, start_new_session=True, **pipes) as controller:
-        wait_for((tmp_path / "ready").exists)
+        wait_until((tmp_path / "ready").exists)
         if cancelled:
             (tmp_path / CANCELLED_FILE).touch()
         target = psutil.Process(controller.pid).children()[0].pid if to_driver else controller.pid
@@ -163,9 +164,9 @@ end_with_parent(parent)
 """
     script = f"{shlex.join([sys.executable, '-c', watching])} & wait"
     with subprocess.Popen(["bash", "-c", script]) as shell:
-        wait_for(ready.exists)
+        wait_until(ready.exists)
         shell.kill()
-    wait_for(signaled.exists)
+    wait_until(signaled.exists)
     config = configured(tmp_path)
     text = slurm.controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
     assert " --exit-with-parent &\n" in text
