@@ -146,8 +146,8 @@ Natural = Annotated[int, Field(ge=0)]
 """A whole number, at least 0."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A seed, which is sent to other processes as an integer of 64 bits."""
-Seconds = Annotated[float, Field(gt=0)]
-"""A duration in seconds, more than 0."""
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+"""A duration in seconds, more than 0. Locks of Python raise OverflowError above 9.2e9."""
 
 
 class Section(BaseModel):

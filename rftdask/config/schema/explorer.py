@@ -343,7 +343,7 @@ class ExplorerConfig(Section):
     """Concurrent rollouts of an engine; others wait. Except in style fixed, the next work unit fills free slots. None:
     as many as one work unit has rollouts. memory: as many as its key-value cache holds, by the mean length of the
     worker's last rollouts, but not fewer than with None; engines that do not report their cache size use None."""
-    max_commit_delay_s: Annotated[float | None, MayChange()] = Field(default=0.25, gt=0)
+    max_commit_delay_s: Annotated[Seconds | None, MayChange()] = 0.25
     """Seconds that finished rollouts of a task wait for the other tasks of their work unit before they are committed in
     a part of their own. None: work units are committed as a whole."""
     max_timeout: Annotated[Seconds, MayChange()] = 1800.0

@@ -153,9 +153,11 @@ def test_absent_keys_are_filled_from_those_they_depend_on() -> None:
         ("explorer.rollout_model.seed", 2**63 - 1),
         ("buffer.explorer_input.taskset.data_selector.seed", 2**63 - 1),
         ("model.tinker.seed", 2**31 - 1),
+        ("explorer.max_timeout", 10**9),  # threading.TIMEOUT_MAX is 9.2e9
+        ("explorer.max_commit_delay_s", 10**9),
     ],
 )
-def test_a_seed_has_the_bound_of_its_use(key: str, last: int) -> None:
+def test_a_number_has_the_bound_of_its_use(key: str, last: int) -> None:
     config(grpo(), f"{key}={last}")
     [problem] = problems(grpo(), f"{key}={last + 1}")
     assert problem.startswith(f"{key}: ") and str(last + 1) in problem
