@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rftdask.engines.base import GenerateRequest, SamplingParams
-from rftdask.engines.remote import FROM_WORKER, Gone, RemoteEngine, RemoteEngines
+from rftdask.engines.remote import FROM_WORKER, Gone, Load, RemoteEngine, RemoteEngines, RemoteEngineServer
 from rftdask.engines.server import Ready
 from rftdask.errors import ProcessLostError, UserError
 
@@ -41,6 +41,10 @@ def pipes() -> tuple[Pipe, Pipe]:
     here, there = Pipe(), Pipe()
     here.other, there.other = there, here
     return here, there
+
+
+class StubEngine:
+    cache_tokens = None
 
 
 async def said(*messages: Any) -> RemoteEngine:
@@ -100,6 +104,24 @@ def test_an_engine_is_lost_if_nothing_can_be_sent(error: type[Exception]) -> Non
         with pytest.raises(ProcessLostError):
             await asyncio.wrap_future(asked)
         assert not engine.alive()
+
+    asyncio.run(asyncio.wait_for(within(), 20))
+
+
+def test_an_engine_is_lost_if_a_bug_ends_a_load() -> None:
+    async def within() -> None:
+        here, there = pipes()
+        server = RemoteEngineServer(there, may_load=True)  # type: ignore[arg-type]
+        running = asyncio.create_task(server.run())
+        no_storage: Any = None
+        server.begin(StubEngine(), no_storage)  # type: ignore[arg-type]
+        engine = RemoteEngine("tcp://127.0.0.2:1", here)  # type: ignore[arg-type]
+        await engine.wait_ready()
+        asked = engine._ask(lambda number: Load(number, version=1))
+        with pytest.raises(ProcessLostError, match="AttributeError"):
+            await asyncio.wrap_future(asked)
+        engine.close()
+        await running
 
     asyncio.run(asyncio.wait_for(within(), 20))
 
