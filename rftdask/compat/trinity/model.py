@@ -187,12 +187,16 @@ class ModelWrapper:
 
     async def _answer_openai(self, path: str, body: Any, on_text: OnText | None = None) -> OpenAIAnswer:
         """Answer a request of an OpenAI client and keep each answer as an experience."""
-        if body.get("tool_choice") == "required":
+        if isinstance(body, Mapping) and body.get("tool_choice") == "required":
             # Only one format supports forced calls; agents that need a call retry.
             body = {**body, "tool_choice": "auto"}
         answer = await cast(ModelHandle, self._asked).openai(path, body, on_text)
-        for response in answer.responses:
-            self._recorded(response, body.get("messages", body.get("prompt")))
+        if answer.responses:  # else the body may be anything
+            asked = next(body[name] for name in ("messages", "prompt", "input") if body.get(name) is not None)
+            # Each of several prompts has the same number of answers.
+            prompts = asked if isinstance(asked, list) and isinstance(asked[0], str) else [asked]
+            for number, response in enumerate(answer.responses):
+                self._recorded(response, prompts[number * len(prompts) // len(answer.responses)])
         return answer
 
 
