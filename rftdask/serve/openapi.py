@@ -22,7 +22,11 @@ _COUNT = {"type": "integer", "minimum": 1, "maximum": 2**31}
 
 
 def _object(*required: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "object", "required": list(required), "properties": fields}
+    # A null is a field that is left out.
+    properties = {
+        name: kind if name in required else {"anyOf": [kind, {"type": "null"}]} for name, kind in fields.items()
+    }
+    return {"type": "object", "required": list(required), "properties": properties}
 
 
 def _numbers(*names: str) -> dict[str, Any]:

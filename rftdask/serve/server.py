@@ -49,7 +49,16 @@ from rftdask.engines.spec import model_sampling
 from rftdask.errors import StorageError, UserError
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.answer_stream import OnText
-from rftdask.rollouts.policy.endpoint import ERRORS, TOO_LONG, answer_http, as_response, key_in, read_body, web_server
+from rftdask.rollouts.policy.endpoint import (
+    API_PATHS,
+    ERRORS,
+    TOO_LONG,
+    answer_http,
+    as_response,
+    key_in,
+    read_body,
+    web_server,
+)
 from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, model_of, refusal
 from rftdask.rollouts.policy.recording import NoMoreCallsError, RecordingModel, ServedModel
 from rftdask.rollouts.policy.request_queues import RolloutKey
@@ -161,10 +170,13 @@ class PolicyServer:
                 Route("/commit", self._commit, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._models),
-                Route("/v1/{path:path}", self._answer, methods=["GET", "POST"]),
                 Route("/sessions/{session}/v1/models", self._models),
                 Route("/sessions/{session}/v1/models/{name:path}", self._models),
-                Route("/sessions/{session}/v1/{path:path}", self._answer, methods=["GET", "POST"]),
+                *(
+                    Route(f"{prefix}/v1/{path}", self._answer, methods=["POST"])
+                    for prefix in ("", "/sessions/{session}")
+                    for path in API_PATHS
+                ),
             ],
             exception_handlers={
                 **ERRORS,
@@ -434,7 +446,9 @@ async def _body(request: Request) -> Mapping[str, Any] | None:
         body = parse_portable(data or b"{}")
     except ValueError as error:
         raise _refused(f"the body is not valid JSON: {error}") from error
-    return body if isinstance(body, Mapping) else None
+    if not isinstance(body, Mapping):
+        return None
+    return {name: value for name, value in body.items() if value is not None}  # as in the other requests
 
 
 def serve_policy(

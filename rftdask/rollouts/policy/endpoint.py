@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary
 
 from rftdask.errors import UserError
 from rftdask.rollouts.loop_watchdog import BlockedLoopError
-from rftdask.rollouts.policy.answer_stream import EventStream, OnText
-from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, model_of, refusal
+from rftdask.rollouts.policy.answer_stream import TRANSLATED, EventStream, OnText
+from rftdask.rollouts.policy.openai_api import CHAT, COMPLETIONS, MODELS, WRONG_KEY, OpenAIAnswer, model_of, refusal
 from rftdask.storage.checked_json import parse_portable
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from uvicorn import Server
 
+API_PATHS = (CHAT, COMPLETIONS, *TRANSLATED)
+"""Paths below /v1 that answer a POST."""
 MAX_BODY_BYTES = 64 << 20
 """Largest request body."""
 _KEEP_ALIVE_S = 3600
@@ -140,7 +142,7 @@ class _Endpoint:
 
         routes = [
             *(Route(path, models) for path in ("/v1/models", "/v1/models/{name:path}")),
-            Route("/v1/{path:path}", answer, methods=["GET", "POST"]),
+            *(Route(f"/v1/{path}", answer, methods=["POST"]) for path in API_PATHS),
         ]
         app = Starlette(routes=routes, exception_handlers=ERRORS)
         server = web_server(app, timeout_graceful_shutdown=_CLOSE_S)
@@ -191,10 +193,7 @@ async def answer_http(
     on_renamed: Callable[[str, str], None] = lambda old, new: None,
 ) -> Response:
     """Respond to a request of OpenAI's API. stream_headers: `answer` may add to them before its first text."""
-    path = request.path_params["path"]
-    if request.method != "POST":
-        text = f"{request.method} {path} is not supported; use POST"
-        return as_response(refusal(text, code="not_found", status=404))
+    path = request.scope["path"].rpartition("/v1/")[2]
     data = await read_body(request)
     if data is None:
         return as_response(TOO_LONG)
@@ -272,8 +271,11 @@ async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes 
 
 
 def _error(request: Request, error: Exception) -> Response:
-    status, what = getattr(error, "status_code", 500), f"{request.method} {request.url.path!r:.200}"
+    status, path = getattr(error, "status_code", 500), request.scope["path"]
+    what = f"{request.method} {path!r:.200}"
     known = {404: f"{what} does not exist", 405: f"{what} is not supported"}
+    if "/v1/" in path:
+        known[404] += f"; use {', '.join(API_PATHS)} or models"
     text = known.get(status, f"{type(error).__name__}: {error}")
     answer = refusal(text, code="not_found" if status == 404 else None, status=status)
     return as_response(replace(answer, headers=getattr(error, "headers", None) or {}))

@@ -68,9 +68,9 @@ NOT_GUIDED = "the engine cannot guide sampling; request it in a message, and che
 class BadRequestError(ValueError):
     """A request cannot be answered; `param` is the offending parameter."""
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param = param
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,6 @@ def read_request(
     """Check a request body. tokenizer: None: the chat template is unknown, as of a model behind an API; name_image:
     None: the model reads only text. Raises: BadRequestError.
     """
-    if path not in (CHAT, COMPLETIONS):
-        paths = f"{CHAT}, {COMPLETIONS}, responses, messages or models"
-        raise BadRequestError(f"{path} does not exist; use {paths}", code="not_found")
     parameters = read_parameters(body)
     is_chat = path == CHAT
     options: dict[str, Any] = {}

@@ -242,7 +242,7 @@ class _RecordedModel(ModelHandle):
             except PromptTooLongError as error:
                 return openai_api.refusal(str(error), own_names.get("messages", "messages"), "context_length_exceeded")
             except BadRequestError as error:
-                return openai_api.refusal(str(error), own_names.get(error.param or "", error.param), error.code)
+                return openai_api.refusal(str(error), own_names.get(error.param or "", error.param))
             except (ValueError, TypeError, TemplateError, UserError) as error:
                 return openai_api.refusal(f"{type(error).__name__}: {error}")
 
