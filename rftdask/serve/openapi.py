@@ -52,7 +52,7 @@ _OPENAI = {
     "stop": {"anyOf": [_SOME_TEXT, _TEXTS]},
     "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**64},
 }
-_CHAT = _object("messages", messages=_messages(content={"anyOf": [_TEXT, _PARTS, {"type": "null"}]}), **_OPENAI)
+_CHAT = _object("messages", messages=_messages(content={"anyOf": [_TEXT, _PARTS]}), **_OPENAI)
 _CLAUDE = {
     "messages": _messages("content", content={"anyOf": [_TEXT, _PARTS]}),
     "system": {"anyOf": [_TEXT, _PARTS]},
@@ -61,7 +61,7 @@ _CLAUDE = {
 }
 _RESPONSES = {
     "input": {"anyOf": [_TEXT, {**_PARTS, "minItems": 1}]},
-    "instructions": _TEXT,
+    "instructions": {"anyOf": [_TEXT, _PARTS]},
     "max_output_tokens": _COUNT,
     **_SHARED,
     **_numbers("temperature", "top_p"),

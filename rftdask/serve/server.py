@@ -82,6 +82,7 @@ _SESSION_ID = re.compile(SESSION_ID)
 _WRONG_ID = refusal(
     "session_id must be 1 to 100 letters, digits, dots, hyphens or underscores, the first not a dot", "session_id"
 )
+_OTHER_SESSION = refusal("the key, the address or a header names another session", "session_id", status=403)
 _RETRY_AFTER_S = 1
 _POLL_INTERVAL_S = 0.2
 """Seconds between polls for complete groups, new weights, and engines that come and go."""
@@ -238,12 +239,12 @@ class PolicyServer:
         on_text: OnText | None,
     ) -> OpenAIAnswer:
         """Answer a request of a session; the session's id is added to `headers` before any text is streamed."""
-        if not session_id and isinstance(body, Mapping) and (named := body.get("session_id")) is not None:
-            session_id = named
-        else:
-            session_id = session_id or secrets.token_hex(8)
-        if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
+        named = body.get("session_id") if isinstance(body, Mapping) else None
+        if named is not None and not (isinstance(named, str) and _SESSION_ID.fullmatch(named)):
             return _WRONG_ID
+        if session_id and named not in (None, session_id):
+            return _OTHER_SESSION
+        session_id = session_id or named or secrets.token_hex(8)
         limit = self._options.max_concurrent
         if limit is not None and self._num_running >= limit:
             return _busy(f"the server has its limit of {limit} concurrent requests; try again later")
@@ -328,7 +329,7 @@ class PolicyServer:
             raise _refused('the body must be an object: {"reward": NUMBER, "session_id": ..., ...}', "reward")
         names = self._rewarded_sessions(named, body)
         session_id, sessions = names[0], [self._sessions[name] for name in names if name in self._sessions]
-        task, metrics = body.get("task_id") or "", body.get("metrics", {})
+        task, metrics = body.get("task_id", ""), body.get("metrics", {})
         if not isinstance(task, str) or not isinstance(metrics, Mapping):
             raise _refused("task_id must be text, and metrics an object of numbers", "metrics")
         if len(sessions) < len(names):
@@ -375,7 +376,7 @@ class PolicyServer:
             if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
                 raise _refused("session_id is missing; name the session of this reward", "session_id")
             if body.get("session_id", session_id) != session_id:
-                raise _refused("this key belongs to another session", "session_id", 403)
+                raise _Refused(_OTHER_SESSION)
             return [session_id]
         if not isinstance(answer_ids, list) or not answer_ids or not all(isinstance(name, str) for name in answer_ids):
             raise _refused("msg_ids must be a list of answer ids", "msg_ids")
@@ -429,7 +430,7 @@ def _busy(
 
 def _storage_failed(request: Request, error: Exception) -> Response:
     """Ask the client to repeat a request whose session could not be read or written."""
-    log.warning("%s %s: %s", request.method, request.url.path, error)
+    log.warning("%s %s: %s", request.method, request.scope["path"], error)
     return as_response(_busy(str(error), code="service_unavailable", status=503))
 
 

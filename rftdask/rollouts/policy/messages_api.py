@@ -39,15 +39,17 @@ def as_chat(body: Any) -> dict[str, Any]:
     system, messages = parameters.pop("system", ""), parameters.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise BadRequestError("messages must be a list of at least one message", "messages")
+    if not isinstance(system, str | list):
+        raise BadRequestError("system must be text", "system")
     chat["messages"] = [{"role": "system", "content": system}] if system else []
     for message in messages:
         chat["messages"] += _messages_of(message)
-    if stop := parameters.pop("stop_sequences", []):
-        chat["stop"] = stop
-    if tools := parameters.pop("tools", []):
+    if "stop_sequences" in parameters:
+        chat["stop"] = parameters.pop("stop_sequences")
+    if (tools := parameters.pop("tools", [])) != []:
         chat["tools"] = [_function(tool) for tool in tools] if isinstance(tools, list) else tools
     chat |= _choice(parameters.pop("tool_choice", {"type": "auto"}))
-    chat |= _thinking(parameters.pop("thinking", {"type": None}))
+    chat |= _thinking(parameters.pop("thinking", None))
     chat |= _output(parameters.pop("output_config", {}))
     for name, value in parameters.items():
         raise BadRequestError(f"{name}={value!r:.100} is not supported", name)
@@ -67,9 +69,9 @@ def _choice(choice: Any) -> dict[str, Any]:
 
 
 def _thinking(value: Any) -> dict[str, Any]:
-    kind = value.get("type") if isinstance(value, Mapping) else value
-    if kind is None:
+    if value is None:
         return {}
+    kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in ("disabled", "enabled", "adaptive"):
         raise BadRequestError(f"thinking={value!r:.100} is not supported", "thinking")
     budget = {"thinking_token_budget": value["budget_tokens"]} if "budget_tokens" in value else {}
@@ -99,10 +101,12 @@ def _messages_of(message: Any) -> list[dict[str, Any]]:
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_result":
-            text = block.get("content") or ""
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")})
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            function = {
+                "name": block.get("name"),
+                "arguments": json.dumps({} if block.get("input") is None else block["input"]),
+            }
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "image" and isinstance(source := block.get("source"), Mapping):
             url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"

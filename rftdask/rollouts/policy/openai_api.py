@@ -234,7 +234,7 @@ def _chat_parts(
         if template is not None and name not in template and not is_neutral:
             raise BadRequestError(f"{param}: the model's chat template does not read it", param)
     kwargs = dict(named.values())
-    if tools:
+    if tools not in (None, []):
         if not isinstance(tools, list) or not all(map(_is_function, tools)):
             raise BadRequestError('tools must be functions: [{"type": "function", "function": {"name": ...}}]', "tools")
         if template is not None and "tools" not in template:
@@ -276,7 +276,7 @@ def _flag(name: str, parameters: dict[str, Any], default: bool = False) -> bool:
 
 def texts_of(name: str, value: Any) -> tuple[str, ...]:
     """Texts of a parameter that is one text, a list of texts, or None. Raises: BadRequestError."""
-    texts = [value] if isinstance(value, str) else value or []
+    texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
         raise BadRequestError(f"{name} must be a non-empty text or a list of them", name)
     if lone := next((text for text in texts if encodable(text) != text), None):

@@ -39,12 +39,15 @@ def as_chat(body: Any) -> dict[str, Any]:
     parameters = read_parameters(body, _WITHOUT_EFFECT)
     chat: dict[str, Any] = {name: parameters.pop(name) for name in _PASSED_ON if name in parameters}
     messages = _messages(parameters.pop("input", None))
-    if instructions := parameters.pop("instructions", ""):
+    instructions = parameters.pop("instructions", "")
+    if not isinstance(instructions, str | list):
+        raise BadRequestError("instructions must be text", "instructions")
+    if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = messages
     if "max_output_tokens" in parameters:
         chat["max_completion_tokens"] = parameters.pop("max_output_tokens")
-    if tools := parameters.pop("tools", []):
+    if (tools := parameters.pop("tools", [])) != []:
         if not isinstance(tools, list) or not all(
             isinstance(t, Mapping) and t.get("type") == "function" for t in tools
         ):
