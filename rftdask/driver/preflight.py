@@ -34,7 +34,7 @@ from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
 from rftdask.engines.spec import remote_models
 from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError, lacks_training
-from rftdask.models.model_shape import check_folder
+from rftdask.models.model_shape import WITH_ADAPTER, check_folder
 from rftdask.models.tinker_service import require_key
 from rftdask.processes.zygote import TORCH, call
 from rftdask.rollouts import try_workflow
@@ -445,6 +445,8 @@ def _check_model_folder(path: str, key: str) -> None:
             )
         if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
             raise DataError(f"{key}: {path!r} has no weights (*.safetensors)")
+        if (folder / "adapter_config.json").exists():
+            raise DataError(f"{key}: {path!r} {WITH_ADAPTER}")
         for file in folder.iterdir():
             # Opened here; otherwise a worker would find an unreadable file after the cluster has started.
             if file.suffix in MODEL_FILES and file.is_file():

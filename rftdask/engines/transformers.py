@@ -38,6 +38,7 @@ from rftdask.errors import DamagedError, DataError, RoleError
 from rftdask.models.host_copy import HostCopy
 from rftdask.models.image_models import model_class, with_images
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
+from rftdask.models.model_shape import WITH_ADAPTER
 from rftdask.models.routers import Routers
 from rftdask.processes.gpus import set_device
 from rftdask.synchronizer.delta import DeltaFile
@@ -106,6 +107,8 @@ class TransformersEngine(Engine):
             raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
         if report["missing_keys"]:  # transformers initializes them at random with only a warning
             raise DataError(f"model {model_path} lacks the weights {sorted(report['missing_keys'])}")
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise DataError(f"model {model_path} {WITH_ADAPTER}")
         self._loaded: PreTrainedModel | None = model
         # Of the files loaded last. Empty for adapters and before the first load.
         self._loaded_files: list[list[Place]] = []

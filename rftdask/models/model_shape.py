@@ -22,6 +22,12 @@ from rftdask.storage.checked_json import parse_object
 
 MAX_LOGITS = 2**27
 """Logits that a trainer holds at once: 512 MiB in float32, 1,024 positions of a vocabulary of 131,072."""
+WITH_ADAPTER = (
+    "has an adapter_config.json next to its weights: transformers adds that adapter to them and vLLM does not. If the "
+    "weights include the adapter, remove the file; otherwise move the adapter to a folder of its own, and name that in "
+    "model.lora_configs[0].path"
+)
+"""Problem of a model folder whose weights depend on the library that loads it."""
 _JSON_FILES = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("generation_config.json", "model.safetensors.index.json"),

@@ -36,7 +36,7 @@ from rftdask.data.hub import local_model
 from rftdask.data.images import PROCESSOR_FILES
 from rftdask.errors import DataError
 from rftdask.models.image_models import model_class
-from rftdask.models.model_shape import MAX_LOGITS
+from rftdask.models.model_shape import MAX_LOGITS, WITH_ADAPTER
 from rftdask.storage.staging import staged
 from rftdask.synchronizer.tensor_heads import read_file_head
 from rftdask.trainer.attention import PACKED, hidden_states, pack_if_equal
@@ -111,6 +111,8 @@ def load_policy(
         torch.nn.init.zeros_(loaded[0].score.weight)
     elif missing:  # transformers initializes them randomly, with a warning
         raise DataError(f"model.model_path {model_path} lacks the weights {missing}")
+    if getattr(model, "_hf_peft_config_loaded", False):  # of a name on the Hub, which is not checked earlier
+        raise DataError(f"model.model_path {model_path} {WITH_ADAPTER}")
     model.config.name_or_path = model_path  # recorded in adapters, instead of a path in this machine's cache
     loaded[0].to(device).eval()  # untyped: the annotations of `to` do not fit
     if scalar_head:

@@ -273,6 +273,12 @@ def test_an_adapter_is_not_added_by_two_stages(world: World) -> None:
     check_inputs(stages[:1])
 
 
+def test_a_model_folder_with_an_adapter_is_refused(world: World) -> None:
+    check_inputs([world.config()])
+    (world.model / "adapter_config.json").write_text("{}")
+    assert "transformers adds that adapter to them and vLLM does not" in problems(world.config())
+
+
 def test_stages_are_all_checked_without_repeated_errors(world: World) -> None:
     good, bad = world.sft(), world.config(f"{TASKS}.path={world.folder}/task.jsonl")
     assert len(problems(good, bad, bad).splitlines()) == 1

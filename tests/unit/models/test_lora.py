@@ -3,8 +3,10 @@ export merges them; a resumed run continues to the bit.
 """
 
 import json
+import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,6 +244,17 @@ def test_an_engine_begins_with_the_given_adapter(kind: str, model_folder: str, t
     bare = EngineClient(spec)
     bare.close()
     assert client.weights.content_hash != bare.weights.content_hash, "the records of rollouts name the adapter"
+
+
+@pytest.mark.parametrize("load", [TransformersEngine, lambda folder: load_policy(folder, "float32", "cpu")])
+def test_a_model_with_an_adapter_in_its_folder_is_refused(
+    load: Callable[[str], object], model_folder: str, tmp_path: Path
+) -> None:
+    merged = shutil.copytree(model_folder, tmp_path / "merged")
+    for name, data in trained(model_folder, KINDS["plain"]).weights().items():
+        (merged / name).write_bytes(data)
+    with pytest.raises(DataError, match="transformers adds that adapter to them and vLLM does not"):
+        load(str(merged))
 
 
 @pytest.mark.slow
