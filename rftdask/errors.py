@@ -4,6 +4,7 @@
     |-- UserError            an error that the user can fix before anything starts; the CLI exits with 2
     |   |-- ConfigError      one or more mistakes in a configuration; lists all of them
     |   |-- DataError        a dataset, model folder or run folder does not match the configuration
+    |   |   `-- MismatchError    the first rollouts were sampled with another policy than the trainer has
     |   `-- NotInstalledError    a module or package is missing on this machine; the machines of the run may have it
     |-- StorageError         a storage operation failed after its retries
     |   |-- NotFoundError    the path does not exist (yet)
@@ -35,6 +36,10 @@ class UserError(RftError):
 
 class DataError(UserError):
     """A dataset, model folder or run folder does not fit the configuration."""
+
+
+class MismatchError(DataError):
+    """The first rollouts of a run were sampled with another policy than the trainer has. Nothing was trained."""
 
 
 class NotInstalledError(UserError):

@@ -61,6 +61,7 @@ from rftdask.processes.child import Channel
 from rftdask.processes.dask_task import host_of
 from rftdask.processes.device_lock import DeviceLock
 from rftdask.processes.gpus import out_of_memory, set_device, use_device
+from rftdask.run.input_fingerprints import accepted_changes
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.published import WHOLE_FILE, read_requested_version
@@ -212,8 +213,10 @@ def build_trainer(
         stop_requested = stop_requested or storage.exists(STOP_FILE)
         return stop_requested
 
+    train_engine = engine.from_config(config, algorithm, planned or limit or total_steps, ranks)
+    train_engine.compares_first_update = begins_with_sampler(config, storage)
     return Trainer(
-        engine=engine.from_config(config, algorithm, planned or limit or total_steps, ranks),
+        engine=train_engine,
         source=build_source(config, storage, algorithm),
         checkpoints=Checkpoints(
             storage,
@@ -242,6 +245,15 @@ def build_trainer(
         held_out=read_held_out(config),
         eval_metrics=MetricsWriter(storage, "eval"),
     )
+
+
+def begins_with_sampler(config: Config, storage: Storage) -> bool:
+    """True if engine and trainer must begin with the same policy, up to the rounding of 16 bits."""
+    rollout = config.explorer.rollout_model
+    rounds = {"quantization", "kv_cache_dtype"} & rollout.extra_engine_args.keys()
+    # A replay, or a run whose user accepted another model, may train another policy on purpose.
+    is_on_purpose = read_parent(storage) is not None or accepted_changes(storage)
+    return rollout.traits.has_model and not rounds and not is_on_purpose
 
 
 def build_holder(config: Config, storage: Storage, address: str) -> InMemoryPublisher:

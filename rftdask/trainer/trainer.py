@@ -28,7 +28,7 @@ from rftdask.buffer.batches.batch import TrainingBatch, join_batches
 from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.source import BatchNotReady, BatchSource
 from rftdask.config.schema.trainer import TrainerConfig
-from rftdask.errors import StorageError
+from rftdask.errors import MismatchError, StorageError
 from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Started, StepFinished, WeightsPublished
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.device_lock import DeviceLock
@@ -173,8 +173,11 @@ class Trainer:
                     with self._prefetch(step + 2):
                         metrics = self.engine.train_step(batch, step + 1) if len(batch) else {}
                 except Exception as error:
-                    command = f"rftdask skip {self.storage.url} {step + 1} --because WHY"
-                    error.add_note(f"while training step {step + 1}; if that can never be trained: {command}")
+                    if not isinstance(error, MismatchError):  # then the rollouts of all steps are of the other policy
+                        error.add_note(
+                            f"while training step {step + 1}; if that can never be trained: "
+                            f"rftdask skip {self.storage.url} {step + 1} --because WHY"
+                        )
                     raise
                 self._prefetching.check()  # after the try: an error concerns the next step
                 step += 1
@@ -312,6 +315,7 @@ class Trainer:
             return 0
         step, state, files = newest
         self.engine.load_state_files(files)
+        self.engine.compares_first_update = False  # it was made before the checkpoint
         # The cursor belongs to the weights: later ledger entries are replayed before a new one is formed.
         self.source.load_state_dict(state["source"])
         log.info("resumes from checkpoint %d", step)

@@ -5,6 +5,7 @@ Promise: in deterministic mode on a CPU, the same state and the same batch give 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
@@ -18,11 +19,17 @@ from rftdask.algorithm.kl import MAX_LOG_RATIO
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.config import Config
+from rftdask.errors import MismatchError
 from rftdask.processes.ranks import Ranks
 from rftdask.storage.base import Data
 from rftdask.synchronizer.fingerprint import Fingerprint
 
-_MEANS = {"mismatch_kl": "mismatch_tokens", "router_agreement": "routed_choices"}
+MAX_MISMATCH_SHARE = 0.2
+"""Largest `mismatch_share` of the first update. Rounding in bfloat16 moves few logprobs by a factor of two
+(docs/engines.md); other weights move most of them."""
+_MIN_COMPARED_TOKENS = 64
+"""Sampled tokens of the first update below which its share means nothing."""
+_MEANS = {"mismatch_kl": "mismatch_tokens", "mismatch_share": "mismatch_tokens", "router_agreement": "routed_choices"}
 """Metrics that are means over a count of their own, by the name of the count; both are sums until `finish_means`."""
 
 
@@ -35,6 +42,8 @@ class TrainEngine(ABC):
     """True if the engine trains a local model: its folder must exist, and torch and transformers are imported."""
     is_hosted: ClassVar[bool] = False
     """True if a service trains the model: the tokenizer is local, the weights are not, and no GPU is needed."""
+    compares_first_update: bool = False
+    """True until the first update, if its rollouts must have the logprobs of the weights that training begins with."""
 
     @classmethod
     def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TrainEngine:
@@ -45,8 +54,31 @@ class TrainEngine(ABC):
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """Train on `batch` as step `step` (1-based), and return the metrics of the step.
 
-        Raises: RoleError: a loss or gradient is not finite, naming the step.
+        Raises: RoleError: a loss or gradient is not finite, naming the step. MismatchError: see `check_mismatch`.
         """
+
+    def check_mismatch(self, sums: Mapping[str, float], batch: TrainingBatch, step: int) -> None:
+        """Check the rollouts of the first update, before it changes any weight. Later calls do nothing.
+
+        Args: sums: those of `mismatch` over all rows of the update, the same on all ranks.
+        Raises: MismatchError: engine and trainer compute different policies.
+        """
+        is_first, self.compares_first_update = self.compares_first_update, False
+        tokens = sums.get("mismatch_tokens", 0.0)
+        # The weights of a later version belong to another trainer.
+        if not is_first or tokens < _MIN_COMPARED_TOKENS or (batch.min_policy_versions >= step).any():
+            return
+        if (share := sums["mismatch_share"] / tokens) > MAX_MISMATCH_SHARE:
+            raise MismatchError(
+                f"step {step}: for {share:.0%} of the {tokens:.0f} tokens of the first update the probabilities of "
+                f"engine and trainer differ by more than a factor of 2 (at most {MAX_MISMATCH_SHARE:.0%} may), so the "
+                "engine samples from another policy than the trainer begins with. Nothing was trained. Likely causes, "
+                "the most frequent first: the engine has loaded other weights (an adapter, a resized vocabulary, a "
+                "merged or quantized checkpoint); it computes the model by other code (position scaling, images); it "
+                "does not report logprobs of softmax(logits / temperature); its data type is too coarse "
+                "(docs/engines.md). Correct the cause, then run again under another name: the rollouts of this folder "
+                "stay those of the other policy"
+            )
 
     def rows_to_compute(self, batch: TrainingBatch, step: int) -> np.ndarray | None:
         """Return the [M] row numbers whose tokens this rank needs for `train_step`; None: all rows. `batch` has no
@@ -100,8 +132,9 @@ class TrainEngine(ABC):
 
 def finish_means(metrics: dict[str, float]) -> None:
     """Divide the sums of an update by their counts, in place, and remove the counts."""
+    counts = {count: metrics.pop(count) for count in {*_MEANS.values()} & metrics.keys()}
     for name in _MEANS.keys() & metrics.keys():
-        metrics[name] /= max(metrics.pop(_MEANS[name]), 1.0)
+        metrics[name] /= max(counts[_MEANS[name]], 1.0)
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -125,10 +158,12 @@ def next_kl_coefs(
 
 @torch.no_grad()
 def mismatch(inputs: LossInputs) -> dict[str, Tensor]:
-    """Return sums over the sampled tokens that are trained: mismatch_kl and mismatch_tokens, their number.
+    """Return sums over the sampled tokens that are trained: mismatch_kl, mismatch_share, and mismatch_tokens, their
+    number.
 
     mismatch_kl sums w - 1 - log w with w = p_trainer / p_sampler. Its mean estimates KL(sampler, trainer) and is never
-    negative (Schulman, "Approximating KL Divergence", 2020).
+    negative (Schulman, "Approximating KL Divergence", 2020). mismatch_share counts tokens with w outside [1/2, 2], so
+    that a few outliers cannot dominate it.
     """
     # Demonstrations were not sampled, so they have no mismatch.
     mask_BT = inputs.loss_mask_BT
@@ -138,5 +173,6 @@ def mismatch(inputs: LossInputs) -> dict[str, Tensor]:
     gap_BT = (inputs.policy_logprobs_BT - inputs.rollout_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "mismatch_kl": (torch.expm1(gap_BT) - gap_BT).masked_fill(~mask_BT, 0.0).sum(),
+        "mismatch_share": ((gap_BT.abs() > math.log(2)) & mask_BT).sum(),
         "mismatch_tokens": mask_BT.sum(),
     }

@@ -170,6 +170,8 @@ class TinkerTrainEngine(TrainEngine):
                 loss_metrics.update(metrics)
                 if algorithm.schema == "experience" and is_first:
                     loss_metrics.update(mismatch(inputs))
+                    # An error here also cancels the update, which is already requested.
+                    self.check_mismatch({name: float(value) for name, value in loss_metrics.items()}, batch, step)
                 return loss, {}
 
             lr = self._rate(update)

@@ -298,6 +298,7 @@ class TorchEngine(TrainEngine):
                         )
                     # Every loss weighs its tokens by the whole mini-batch, so these sums are its means.
                     update_metrics = plan.add_metrics({name: float(value) for name, value in sums.items()})
+                    self.check_mismatch(update_metrics, batch, step)
                     finish_means(update_metrics)
                     update_metrics |= self._optimizer.step(update, step)
                 if self._critic is not None:

@@ -30,7 +30,7 @@ from rftdask.driver.preflight import check_inputs
 from rftdask.errors import DataError, UserError, WaitTimeout
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
-from rftdask.trainer.rank import AlgorithmFilter, build_source, read_held_out
+from rftdask.trainer.rank import AlgorithmFilter, begins_with_sampler, build_source, read_held_out
 from tests.unit.buffer.buffer_cases import experience
 
 make_operator = partial(make_part, "operator")
@@ -181,6 +181,7 @@ def test_a_rank_imports_no_pandas_for_its_first_batch(tmp_path: Path) -> None:
 
 
 RAW = {"prompt_type": "raw"}
+VLLM = "explorer.rollout_model.engine_type=vllm"
 ROWS = [{"prompt": f"{n}", "response": "!"} for n in range(6)]
 
 
@@ -299,6 +300,36 @@ def test_the_steps_of_the_buffer_decide_in_place_of_its_epochs(tmp_path: Path, m
     assert plan_work(stage, {"dataset": len(ROWS)}).train_steps == 2
     [inputs] = check_inputs([load_config(stage.to_dict(), ["buffer.batch_size=8", "buffer.train_batch_size=8"])])
     assert inputs.sizes == {"dataset": len(ROWS)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_compared"),
+    [
+        ([], True),
+        (["explorer.rollout_model.engine_type=fake"], False),
+        ([VLLM], True),
+        ([VLLM, "explorer.rollout_model.extra_engine_args={quantization: fp8}"], False),
+        ([VLLM, "explorer.rollout_model.extra_engine_args={kv_cache_dtype: fp8}"], False),
+    ],
+)
+def test_first_rollouts_are_compared_if_engines_round_little(
+    tmp_path: Path, model: Path, overrides: list[str], is_compared: bool
+) -> None:
+    stage = load_config(config(tmp_path, model, "grpo").to_dict(), overrides)
+    assert begins_with_sampler(stage, open_storage(stage.checkpoint_job_dir)) == is_compared
+
+
+def test_rollouts_are_not_compared_after_an_accepted_change(tmp_path: Path, model: Path) -> None:
+    stage = config(tmp_path, model, "grpo")
+    storage = open_storage(stage.checkpoint_job_dir)
+    storage.put("control/accepted-1.json", json.dumps({"changes": ["model: content changed"]}).encode())
+    assert not begins_with_sampler(stage, storage)
+
+
+def test_a_replay_is_not_compared_with_its_rollouts(tmp_path: Path, model: Path) -> None:
+    storage = open_storage(tmp_path / "lineages" / "half-lr")
+    storage.put("parent.json", json.dumps({"name": "half-lr", "lineage": "main", "step": 0}).encode())
+    assert not begins_with_sampler(config(tmp_path, model, "grpo"), storage)
 
 
 def test_waiting_too_long_for_experiences_raises(tmp_path: Path, model: Path) -> None:

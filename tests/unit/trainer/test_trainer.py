@@ -14,7 +14,7 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
-from rftdask.errors import DamagedError, StorageError, WaitTimeout
+from rftdask.errors import DamagedError, MismatchError, StorageError, WaitTimeout
 from rftdask.monitor.events import Ended, Event, Started
 from rftdask.storage import Storage
 from rftdask.synchronizer.manifest import is_valid
@@ -463,6 +463,25 @@ def test_an_engine_error_gets_a_note_that_names_the_step(storage: Storage) -> No
         make_trainer(storage, engine=Failing()).run()
     *_, last = "".join(traceback.format_exception(caught.value)).splitlines()
     assert last.startswith("while training step 2; if that can never be trained: rftdask skip ")
+
+
+def test_rollouts_of_another_policy_are_not_skipped(storage: Storage) -> None:
+    class Comparing(FakeTrainEngine):
+        def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+            if self.compares_first_update:
+                raise MismatchError("another policy")
+            return super().train_step(batch, step)
+
+    def run() -> Ended:
+        engine = Comparing()
+        engine.compares_first_update = True
+        return make_trainer(storage, engine=engine).run()
+
+    with pytest.raises(MismatchError) as caught:
+        run()
+    assert not hasattr(caught.value, "__notes__")
+    make_trainer(storage, total_steps=2).run()
+    assert run() == Ended(NUM_STEPS, stopped=False)  # not compared after a checkpoint
 
 
 def test_a_checkpoint_holds_everything_a_new_process_needs(storage: Storage) -> None:

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load
 
 from rftdask.algorithm.compose import make_algorithm
-from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.config import Config
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.tinker import TinkerEngine
 from rftdask.engines.transformers import TransformersEngine
-from rftdask.errors import DataError, EngineError, ProcessLostError, RoleError, UserError
+from rftdask.errors import DataError, EngineError, MismatchError, ProcessLostError, RoleError, UserError
 from rftdask.models.tinker_service import API_KEY, read_sampler_path
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.published import MODEL_FILE, published_versions, weights_folder
@@ -311,6 +311,16 @@ def test_a_loss_that_is_not_finite_trains_nothing(model: Path, server: TinkerSer
     batch = batch_of()
     batch.rollout_logprobs[batch.loss_mask] = np.nan
     with pytest.raises(ValueError, match="rollout_logprobs_BT is nan"):
+        engine.train_step(batch, 1)
+    assert server.asked("optim_step") == []
+
+
+def test_rollouts_of_another_policy_train_nothing(model: Path, server: TinkerServer) -> None:
+    engine = TinkerTrainEngine(config_at(server, model), make_algorithm("grpo"))
+    engine.compares_first_update = True
+    batch = join_batches([batch_of(0), batch_of(1)])
+    batch.rollout_logprobs[:] = -20.0
+    with pytest.raises(MismatchError, match="step 1: for 100% of"):
         engine.train_step(batch, 1)
     assert server.asked("optim_step") == []
 
