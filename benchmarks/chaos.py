@@ -120,11 +120,16 @@ START_S = 3.0
 """Kills of a starting run come within this time."""
 
 
-def kill_runs(folder: Path, tree: Tree, plain: Path, kinds: Sequence[str], args: argparse.Namespace) -> list[str]:
+def kill_runs(folder: Path, tree: Tree, kinds: Sequence[str], args: argparse.Namespace) -> list[str]:
     """Kill runs until there were `args.until` kills, with those of earlier calls. Returns: all problems."""
-    file = folder / "kills.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    results = folder / "kills.jsonl"
+    records = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     undisturbed: Path | None = None
+    before = file.read_text() if (file := folder / "undisturbed.yaml").exists() else ""
+    plain = write_config(folder, "undisturbed", tree, args.steps, args.explorers, args.ahead, False)
+    if before not in ("", plain.read_text()):
+        plain.write_text(before)
+        raise SystemExit(f"{folder} was begun with other options; repeat them, or name another --folder")
     while sum(len(record["kills"]) for record in records) < args.until:
         undisturbed = undisturbed or run_undisturbed(LocalRun, plain)[1].folder  # ends at once if it has ended before
         seed = 1 + max(numbers_in((path.name for path in folder.iterdir()), "seed-", ".yaml"), default=0)
@@ -139,7 +144,7 @@ def kill_runs(folder: Path, tree: Tree, plain: Path, kinds: Sequence[str], args:
             run.close()
         kills, wall_s = [(strike.kind, strike.phase) for strike in run.strikes], time.monotonic() - began
         records.append({"seed": seed, "kills": kills, "problems": problems, "wall_s": wall_s})
-        with file.open("a") as lines:
+        with results.open("a") as lines:
             lines.write(json.dumps(records[-1]) + "\n")
         if not problems:
             shutil.rmtree(run.folder)
@@ -269,16 +274,16 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         real = args.model == "quickstart"
         tree = quickstart_tree(folder, args.explorers) if real else fake_tree(folder, args.explorers, args.rollout_s)
-        plain, chaos = (
-            write_config(folder, name, tree, args.steps, args.explorers, args.ahead, kind is SlurmRun)
-            for name, kind in (("undisturbed", reference), ("chaos", start))
-        )
         if args.until is not None:
-            problems = kill_runs(folder, tree, plain, kinds, args)
+            problems = kill_runs(folder, tree, kinds, args)
             report.add(f"problems after {args.until} kills", len(problems), "problems", less_is_better=True, goal=0)
             report.write()
             print("\n".join(problems))
             sys.exit(1 if problems else 0)
+        plain, chaos = (
+            write_config(folder, name, tree, args.steps, args.explorers, args.ahead, kind is SlurmRun)
+            for name, kind in (("undisturbed", reference), ("chaos", start))
+        )
         plain_s, other = run_undisturbed(reference, plain)
         chaos_s, run = run_disturbed(
             start, chaos, args.steps, draw(kinds, args.kills, args.seed), args.every, args.seed

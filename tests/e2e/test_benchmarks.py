@@ -80,6 +80,9 @@ def test_kills_are_counted_over_calls_by_process_and_phase(tmp_path: Path) -> No
     assert (table["engine"], table["driver"]) == (["0", "0", "0", "0", "2", "2"], ["1", "0", "0", "0", "0", "1"])
     assert table["total"] == ["1", "0", "0", "0", "2", "3"]
     assert done.returncode == 1 and "seed 2: lost: 1" in done.stdout
+    for _ in range(2):
+        done = subprocess.run([*command, "--steps", "7"], capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == 1 and "was begun with other options" in done.stderr
 
 
 def test_the_phase_of_a_run_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
