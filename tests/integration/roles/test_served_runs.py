@@ -1,5 +1,7 @@
 """`rftdask serve`: a session whose reward was answered with 200 is in the log exactly once, whatever is killed."""
 
+import asyncio
+import contextlib
 import datetime
 import http.client
 import io
@@ -37,6 +39,7 @@ from tests.unit.synchronizer.sync_cases import publish_weights
 
 pytestmark = pytest.mark.slow
 TOKEN = "a-token"
+NUM_CLIENTS = 200
 ENV = {"RFTDASK_SERVE_TOKEN": TOKEN}
 PAGE = (Path(__file__).parents[3] / "docs/serve.md").read_text()
 
@@ -68,9 +71,12 @@ class Served:
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
 
-    def version(self) -> int:
+    def health(self) -> dict[str, int]:
         with urllib.request.urlopen(self.url + "/health", timeout=60) as answer:
-            return int(json.loads(answer.read())["policy_version"])
+            return dict(json.loads(answer.read()))
+
+    def version(self) -> int:
+        return self.health()["policy_version"]
 
 
 def serve(config: Path, *more: str) -> runs.RunProcess:
@@ -173,6 +179,85 @@ def test_rewarded_sessions_are_logged_once_despite_kills(tmp_path: Path) -> None
     assert sessions == {(f"s{number}", float(number)): 1 for number in range(num_steps_in_all * per_step)}
     status = runs.assert_sound(folder)
     assert status["step"] == num_steps_in_all and status["experiences"]["trained"] == len(sessions)
+
+
+def test_second_server_of_a_run_is_refused(config: Path) -> None:
+    with serve(config) as run:
+        served = Served(run)
+        with serve(config) as second:
+            ended = second.end(code=2)
+        assert "is in use: explorer is process" in ended.err and ended.err.count("\n") == 1, ended
+        assert use(served, 0)
+
+
+async def talk(url: str, path: str, body: dict[str, Any], kind: str) -> int:
+    """Send a request and return the status of its answer.
+
+    kind: "vanishing": closes the connection without waiting for the answer, and returns 0. "slow": sends and reads a
+    few bytes at a time.
+    """
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+    try:
+        if kind == "vanishing":
+            # Some in the middle of the request, others after it.
+            writer.write(request if len(path) % 2 else request[:-5])
+            await writer.drain()
+            return 0
+        size = 40 if kind == "slow" else len(request)
+        for start in range(0, len(request), size):
+            writer.write(request[start : start + size])
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        answer = b""
+        while part := await reader.read(20 if kind == "slow" else 1 << 16):
+            answer += part
+        return int(answer.split()[1])
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def test_slow_and_vanishing_clients_cost_others_nothing(config: Path) -> None:
+    kinds = ("slow", "vanishing", "usual", "vanishing after its answer")
+
+    async def session(served: Served, number: int) -> int:
+        kind = kinds[number % len(kinds)]
+        body = {"model": "p", "messages": [{"role": "user", "content": f"task {number}"}], "stream": number % 3 == 0}
+        while (status := await talk(served.url, f"/sessions/s{number}/v1/chat/completions", body, kind)) == 429:
+            await asyncio.sleep(0.5)
+        feedback = {"session_id": f"s{number}", "reward": number}
+        if kind in ("slow", "usual"):
+            assert status == 200
+            assert await talk(served.url, "/feedback", feedback, kind) == 200
+        elif kind != "vanishing":
+            await talk(served.url, "/feedback", feedback, "vanishing")
+        return status
+
+    async def all_sessions(served: Served) -> None:
+        await asyncio.gather(*(session(served, number) for number in range(NUM_CLIENTS)))
+
+    with serve(config) as run:
+        served = Served(run)
+        asyncio.run(all_sessions(served))
+        run.wait_until(lambda: served.health()["under_way"] == 0)
+        rewarded = {number for number in range(NUM_CLIENTS) if number % len(kinds) in (0, 2)}
+        # A reward whose client has gone may have been stored; repeating it shows which.
+        rewarded |= {
+            n
+            for n in range(3, NUM_CLIENTS, len(kinds))
+            if served.post("/feedback", session_id=f"s{n}", reward=n)[0] == 200
+        }
+        run.process.terminate()
+        assert run.process.wait(60) == 0
+    log = open_log(open_storage(str(runs.run_folder(config))), load_config(config))
+    sessions = Counter((row["session"], row["reward"]) for name in log.shards() for row in log.read(name).to_pylist())
+    assert sessions == {(f"s{number}", float(number)): 1 for number in rewarded}
+    assert len(rewarded) == NUM_CLIENTS * 3 // 4
 
 
 def test_newer_weights_are_served_and_turns_record_their_version(config: Path) -> None:
