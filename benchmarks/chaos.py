@@ -3,7 +3,7 @@
     python benchmarks/chaos.py [--slurm] [--kills 20] [--explorers 2] [--steps 300] [--every SECONDS] [--rollout-s 0.02]
                                [--ahead 1] [--seed 1] [--folder DIR] [--kinds KIND,...] [--model quickstart]
                                [--quick] [--json FILE]
-    python benchmarks/chaos.py --until 10000 --folder DIR [--kills 40] [--steps 80] [...]
+    python benchmarks/chaos.py --until 10000 --folder DIR [--kills 20] [--steps 80] [--set KEY=VALUE ...] [...]
 
 A run with a fake model and real processes, in style fixed, is executed twice: undisturbed, and while processes are
 killed repeatedly with signal 9. Victims are an explorer worker, an engine, the trainer's rank, its worker (with the
@@ -40,7 +40,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from chaos_configs import Tree, fake_tree, quickstart_tree, write_config
+from chaos_configs import Tree, apply_settings, fake_tree, quickstart_tree, write_config
 from chaos_runs import PHASES, SILENCE_S, LocalRun, Run, SlurmRun, phase_of, read_recoveries, render, wait_until
 from report import Report, make_parser
 
@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("fake", "quickstart"), default="fake")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--until", type=int, default=None, help="kills in all, of many runs of --kills each; local")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of all runs")
     parser.add_argument("--kinds", default="", help="what to kill, separated by commas; without it, everything")
     parser.add_argument("--every", type=float, default=None, help="seconds between kills, on average")
     parser.add_argument("--explorers", type=int, default=2)
@@ -274,6 +275,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         real = args.model == "quickstart"
         tree = quickstart_tree(folder, args.explorers) if real else fake_tree(folder, args.explorers, args.rollout_s)
+        apply_settings(tree, args.set)
         if args.until is not None:
             problems = kill_runs(folder, tree, kinds, args)
             report.add(f"problems after {args.until} kills", len(problems), "problems", less_is_better=True, goal=0)

@@ -7,6 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,14 @@ def quickstart_tree(folder: Path, explorers: int) -> Tree:
     return {**common, **stage, "model": {**tree["model"], "model_path": Experiment.from_yaml(warmup).model_path()}}
 
 
+def apply_settings(tree: Tree, settings: Sequence[str]) -> None:
+    """Set KEY=VALUE in the configuration; a dot separates the parts of a key."""
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        *sections, last = key.split(".")
+        reduce(lambda section, name: section.setdefault(name, {}), sections, tree)[last] = yaml.safe_load(value)
+
+
 def write_config(folder: Path, name: str, tree: Tree, steps: int, explorers: int, ahead: int, on_slurm: bool) -> Path:
     """Write the configuration and return its path. ahead: steps off policy."""
     sections = {section: dict(tree[section]) for section in ("buffer", "explorer", "trainer")}
@@ -87,7 +97,7 @@ def write_config(folder: Path, name: str, tree: Tree, steps: int, explorers: int
         "project": "chaos",
         "checkpoint_root_dir": str(folder / "runs"),
         "cluster": slurm_section(folder) if on_slurm else {"num_cpus": 1 + explorers},
-        "synchronizer": {"sync_style": "fixed", "sync_offset": ahead},
+        "synchronizer": {**tree.get("synchronizer", {}), "sync_style": "fixed", "sync_offset": ahead},
         "monitor": {"monitor_type": "none"},
     }
     path = folder / f"{name}.yaml"
