@@ -30,6 +30,7 @@ from rftdask.cluster.layout import (
     worker_imports,
 )
 from rftdask.cluster.preloads import MODULE, UMASK_VARIABLE, grace, worker_spec
+from rftdask.cluster.secrets_dir import new_security
 from rftdask.config import Config
 from rftdask.errors import UserError, WaitTimeout
 from rftdask.processes.dask_cluster import connect, set_config, start_dask
@@ -76,12 +77,10 @@ class LocalCluster(Cluster):
 
     def __init__(self, layout: Layout, dashboard_address: str | None = None, tls: bool = True) -> None:
         """dashboard_address: host:port of Dask's dashboard. None: no dashboard, which saves seconds of start-up."""
-        from distributed.security import Security
-
         forks = can_fork(any(worker.gpu is not None for worker in layout.workers))
         self._layout = layout
         self._env: dict[str, str] = {}
-        self._security = Security.temporary() if tls else None
+        self._security = new_security() if tls else None
         self._comm = {"host": "127.0.0.1", "protocol": "tls://" if tls else "tcp://"}
         self._plans = list(layout.workers)
         self._num_named = len(self._plans)  # names are never used again

@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,35 @@ if TYPE_CHECKING:  # slow imports that the first process of a job does not need
 SCHEDULER_FILE = "scheduler.json"
 _FILES = {"ca": "ca.pem", "cert": "cert.pem", "key": "key.pem"}
 _RENEW_S = 100 * 86400
-"""Dask's certificates are valid for 365 days. Later starts keep them, so that workers can join across starts."""
+"""Age of keys that a start replaces; later starts keep younger ones, so that workers can join across starts."""
+_VALID = timedelta(days=365)
+"""Validity of a certificate, before and after its creation."""
+
+
+def new_security() -> Security:
+    """Return new TLS keys for a Dask cluster.
+
+    Like `Security.temporary`, but valid also before now: a clock may be set back, and clocks of machines differ. A
+    certificate from the future would keep workers from joining until the clock has caught up.
+    """
+    from cryptography import x509  # late: see TYPE_CHECKING
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from distributed.security import Security
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "dask-internal")])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - _VALID, now + _VALID)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("dask-internal")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()).decode()
+    public = certificate.public_bytes(pem).decode()
+    roles = ("client", "scheduler", "worker")
+    keys = {f"tls_{role}_{part}": text for role in roles for part, text in (("key", private), ("cert", public))}
+    return Security(require_encryption=True, tls_ca_file=public, **keys)
 
 
 class SecretsDir:
@@ -77,12 +106,10 @@ class SecretsDir:
 
     def make_keys(self) -> Security:
         """Keys of the run for scheduler, workers and clients, created at the first start."""
-        from distributed.security import Security  # late: as above
-
         self.make()
         newest = self.path / _FILES["key"]
         if not newest.exists() or time.time() - newest.stat().st_mtime > _RENEW_S:
-            made = Security.temporary()
+            made = new_security()
             # The key last, since its age is checked above.
             for part, content in (
                 ("ca", made.tls_ca_file),

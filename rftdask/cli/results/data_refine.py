@@ -27,6 +27,7 @@ import typer
 
 from rftdask import __version__
 from rftdask.cli.common import say
+from rftdask.cluster.secrets_dir import new_security
 from rftdask.config.plugins import find_part
 from rftdask.data.juicer import check_juicer, open_juicer
 from rftdask.data.juicer.base import OperatorResult, Pipeline, make_pipeline, read_recipe
@@ -137,7 +138,6 @@ def on_workers(num_workers: int, scheduler: str = "") -> Iterator[Submit]:
     A part whose worker is lost is repeated up to three times. Raises: UserError: no scheduler answers.
     """
     from distributed import Client, LocalCluster  # late: reading the command line needs no cluster
-    from distributed.security import Security
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_config({"distributed.scheduler.allowed-failures": 3}))
@@ -147,7 +147,7 @@ def on_workers(num_workers: int, scheduler: str = "") -> Iterator[Submit]:
             except (OSError, ValueError) as error:
                 raise UserError(f"--scheduler: no Dask scheduler answers at {scheduler}: {error}") from error
         else:
-            network = {"host": "127.0.0.1", "protocol": "tls://", "security": Security.temporary(), "silence_logs": 40}
+            network = {"host": "127.0.0.1", "protocol": "tls://", "security": new_security(), "silence_logs": 40}
             # By default the dashboard takes port 8787, which may be in use.
             dashboard = {"dashboard_address": "127.0.0.1:0", "scheduler_kwargs": {"dashboard": False}}
             workers = {"n_workers": num_workers, "threads_per_worker": 1}

@@ -1,9 +1,11 @@
 """Promises of the secrets directory."""
 
 import stat
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from distributed.security import Security
 
 from rftdask.cluster.secrets_dir import SecretsDir
@@ -23,6 +25,15 @@ def test_only_the_owner_may_read_keys_and_address(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.path.iterdir()} == {0o600}
     before = (folder.path / "key.pem").read_bytes()
     assert folder.make_keys() and (folder.path / "key.pem").read_bytes() == before  # later workers have them
+
+
+def test_keys_are_valid_on_a_clock_that_is_behind(tmp_path: Path) -> None:
+    folder = private(configured(tmp_path))
+    folder.make_keys()
+    certificate = x509.load_pem_x509_certificate((folder.path / "cert.pem").read_bytes())
+    now = datetime.now(UTC)
+    assert certificate.not_valid_before_utc < now - timedelta(days=300)
+    assert certificate.not_valid_after_utc > now + timedelta(days=300)
 
 
 def test_an_address_is_removed_only_by_its_owner(tmp_path: Path) -> None:
