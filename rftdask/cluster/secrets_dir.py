@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +34,21 @@ _VALID = timedelta(days=365)
 
 
 def new_security() -> Security:
-    """Return new TLS keys for a Dask cluster.
+    """Return new TLS keys for a Dask cluster, which exist only in memory."""
+    return _security(_new_keys())
+
+
+def _security(keys: Mapping[str, str]) -> Security:
+    """keys: path or content of each of _FILES."""
+    from distributed.security import Security  # late: see TYPE_CHECKING
+
+    roles, parts = ("scheduler", "worker", "client"), ("cert", "key")
+    both = {f"tls_{role}_{part}": keys[part] for role in roles for part in parts}
+    return Security(tls_ca_file=keys["ca"], require_encryption=True, **both)
+
+
+def _new_keys() -> dict[str, str]:
+    """Return the content of each of _FILES.
 
     Like `Security.temporary`, but valid also before now: a clock may be set back, and clocks of machines differ. A
     certificate from the future would keep workers from joining until the clock has caught up.
@@ -41,7 +56,6 @@ def new_security() -> Security:
     from cryptography import x509  # late: see TYPE_CHECKING
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
-    from distributed.security import Security
 
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "dask-internal")])
@@ -53,9 +67,7 @@ def new_security() -> Security:
     pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()).decode()
     public = certificate.public_bytes(pem).decode()
-    roles = ("client", "scheduler", "worker")
-    keys = {f"tls_{role}_{part}": text for role in roles for part, text in (("key", private), ("cert", public))}
-    return Security(require_encryption=True, tls_ca_file=public, **keys)
+    return {"ca": public, "cert": public, "key": private}
 
 
 class SecretsDir:
@@ -109,26 +121,16 @@ class SecretsDir:
         self.make()
         newest = self.path / _FILES["key"]
         if not newest.exists() or time.time() - newest.stat().st_mtime > _RENEW_S:
-            made = new_security()
-            # The key last, since its age is checked above.
-            for part, content in (
-                ("ca", made.tls_ca_file),
-                ("cert", made.tls_worker_cert),
-                ("key", made.tls_worker_key),
-            ):
+            for part, content in _new_keys().items():  # the key last, since its age is checked above
                 self.write(_FILES[part], content)
         return self.security()
 
     def security(self) -> Security:
         """Existing keys. Raises: UserError: there are none."""
-        from distributed.security import Security  # late: as above
-
         paths = self._key_paths()
         if not all(map(os.path.exists, paths.values())):
             raise UserError(f"{self.path} has no TLS keys: the run has no cluster, or it belongs to another user")
-        roles, parts = ("scheduler", "worker", "client"), ("cert", "key")
-        both = {f"tls_{role}_{part}": paths[part] for role in roles for part in parts}
-        return Security(tls_ca_file=paths["ca"], require_encryption=True, **both)
+        return _security(paths)
 
     def worker_options(self, tls: bool, interface: str | None) -> list[str]:
         """Options of `dask worker` with the scheduler and the keys; not quoted."""
