@@ -289,7 +289,6 @@ def test_stages_are_all_checked_without_repeated_errors(world: World) -> None:
     [
         ("algorithm.kl_loss_fn_args={adaptive: true}", "algorithm: kl_loss_fn 'k2': adaptive needs target_kl"),
         ("algorithm.policy_loss_fn=no_such.Loss", "policy loss 'no_such.Loss': cannot import 'no_such'"),
-        ("algorithm.policy_loss_fn_args={clip_range: -1}", "clip_range_low must be within [0, 1]"),
         ("algorithm.rollout_correction={method: cut}", "method is 'cut'; allowed:"),
         ("data_processor.experience_pipeline.operators=[{name: reward_filtr}]", "unknown operator 'reward_filtr'"),
         ("data_processor.experience_pipeline.operators=[{args: {}}]", "operators[0]: takes name and args, no name"),
