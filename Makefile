@@ -9,6 +9,7 @@
 #   make clean        remove .venv and caches                 make long     the longest tests, not in CI
 #   make steady N=20  the fast tests N times on a busy machine, not in CI
 #   make findings     surprises of other libraries, shown without this package; not in CI
+#   make fuzz         20,000 arbitrary requests to `rftdask serve`, some by Schemathesis; not in CI
 #
 # PYTHON=python3.12 selects the interpreter, VENV=path the environment, EXTRAS=dev,gpu the extras of the package;
 # EXTRAS= is the light installation of a login node, without torch.
@@ -33,7 +34,7 @@ GPU_PYTHON ?= python
 # an interrupted installation is repeated.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: agentscope findings gpu torchao site quickstart test steady test-oldest robustness learning guides slow long extras lint types check install clean
+.PHONY: agentscope findings fuzz gpu torchao site quickstart test steady test-oldest robustness learning guides slow long extras lint types check install clean
 .DEFAULT_GOAL := test
 
 findings:
@@ -56,6 +57,13 @@ test-oldest:
 N ?= 20
 steady: $(STAMP)
 	$(BIN)/python -m tests.steady $(N) $(PARALLEL)
+
+# Schemathesis needs another pytest.
+FUZZ ?= 20000
+fuzz: $(STAMP)
+	@$(PYTHON) -m venv $(VENV)-fuzz
+	$(VENV)-fuzz/bin/python -m pip install --quiet --disable-pip-version-check schemathesis==4.32.5
+	$(BIN)/python -m tests.integration.serving.test_fuzzed_requests --requests $(FUZZ) --schemathesis $(VENV)-fuzz/bin/st
 
 robustness: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "robustness and not slow" --durations=10
