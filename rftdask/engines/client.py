@@ -41,7 +41,7 @@ from rftdask.errors import (
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.storage import Storage
 from rftdask.synchronizer.node_cache import NodeCache, Transport
-from rftdask.synchronizer.published import WHOLE_FILE, Published, read_published, request_version
+from rftdask.synchronizer.published import WHOLE_FILE, Published, published_versions, read_published, request_version
 
 log = logging.getLogger(__name__)
 
@@ -492,6 +492,9 @@ class EngineClient(AskedEngine):
             there = read_published(storage, published.version)
             if there is not None and there.delta is None:
                 return there
+            newer = [version for version in published_versions(storage) if version > published.version]
+            if there is None or len(newer) > 1:
+                break  # removed, or the trainer no longer has its bytes (`Publisher.write_whole`)
             time.sleep(_WHOLE_LOOK_S)
         return published
 

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rftdask.errors import UserError, WaitTimeout
+from rftdask.errors import DamagedError, UserError, WaitTimeout
 
 _POLL_INTERVAL_S = 0.02
+_MAX_REFUSALS = 250
+"""Tries in a row, in 5 s, to fill a folder that others use although it is not whole."""
 
 
 def private_folder(folder: Path, advice: str) -> Path:
@@ -40,20 +42,26 @@ class SharedFolder:
     def use(self, is_whole: Callable[[], bool], fill: Callable[[], object], timeout_s: float, late: str) -> None:
         """Use the folder until `close` or `remove`; if it is not whole, `fill` it or wait for a process that does.
 
-        Raises: WaitTimeout, with the text `late`: another process takes longer than `timeout_s` seconds.
+        Raises:
+            WaitTimeout: with the text `late`; another process takes longer than `timeout_s` seconds.
+            DamagedError: the folder is no longer whole while others, maybe in this process, use it.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, num_refusals = time.monotonic() + timeout_s, 0
         try:
-            while not (self.lock(fcntl.LOCK_SH) and is_whole()):
+            while not ((is_filled := self.lock(fcntl.LOCK_SH)) and is_whole()):
                 # With the exclusive lock it checks again, since another process may have finished meanwhile. A refused
                 # process holds no lock at all, so one of several competing processes gets the exclusive lock.
                 if self.lock(fcntl.LOCK_EX):
                     if not is_whole():
                         fill()
-                elif time.monotonic() > deadline:
+                    continue
+                # A process that fills refuses the shared lock as well. Users do not, and may keep theirs for hours.
+                num_refusals = num_refusals + 1 if is_filled else 0
+                if num_refusals > _MAX_REFUSALS:
+                    raise DamagedError(f"{self.path}: files changed while others use them; they cannot be read again")
+                if time.monotonic() > deadline:
                     raise WaitTimeout(f"waited {timeout_s:.0f} s: {late}")
-                else:
-                    time.sleep(_POLL_INTERVAL_S)
+                time.sleep(_POLL_INTERVAL_S)
         except BaseException:
             self.remove()
             raise

@@ -67,11 +67,13 @@ class Publisher:
         self._writers = writers or Ranks()
         self._holder = holder
         self._last: _Written | None = None
+        # The version before the last one, until its files are reused.
+        self._before: _Written | None = None
         self._spare: Mapping[str, Data] = {}
 
     def take_spare(self) -> Mapping[str, Data]:
         """Buffers passed to `publish` that are free for reuse; returned once. Not during a `publish`."""
-        spare, self._spare = self._spare, {}
+        spare, self._spare, self._before = self._spare, {}, None
         return spare
 
     def publish(self, version: int, files: Mapping[str, Data], fingerprint: Fingerprint | None = None) -> Published:
@@ -110,19 +112,23 @@ class Publisher:
         self._spare = files
         if self._interval > 1:
             self._spare = {} if last is None else last.files
+            self._before = last
             self._last = _Written(
                 published, part, 0 if published.delta is None or last is None else last.num_deltas + 1
             )
         return published
 
     def write_whole(self, version: int) -> None:
-        """Write the complete files of the last version if it was published as a delta. Raises: as `publish`."""
-        last = self._last
-        if last is None or not last.num_deltas or last.published.version != version:
-            return
-        # The manifest is replaced atomically, and the delta files stay readable.
-        self._write(version, last.files, {}, last.published.fingerprint, None)
-        self._last = replace(last, published=replace(last.published, delta=None), num_deltas=0)
+        """Write the complete files of a version that was published as a delta, if their bytes are still in memory:
+        those of the last version and, until `take_spare`, of the version before. Raises: as `publish`.
+        """
+        for written in (self._last, self._before):
+            if written is None or not written.num_deltas or written.published.version != version:
+                continue
+            # The manifest is replaced atomically, and the delta files stay readable.
+            self._write(version, written.files, {}, written.published.fingerprint, None)
+            if written is self._last:
+                self._last = replace(written, published=replace(written.published, delta=None), num_deltas=0)
 
     def write_held(self) -> None:
         """Write all in-memory versions that are still listed to storage, then release them. Raises: as `publish`."""

@@ -196,16 +196,13 @@ def build_trainer(
         requested = read_requested_version(storage) if rules.style is SyncStyle.EXPLORER_DRIVEN else 0
         return rules.publish_due(step, published, requested)
 
-    def whole_requested(version: int) -> bool:
+    def whole_requested(version: int) -> int:
         nonlocal last_whole
-        if version == last_whole:
-            return False
         requested = read_requested_version(storage, WHOLE_FILE)
-        # Only the newest delta is kept as bytes; a holder also has older versions.
-        if requested == last_whole or (requested != version and (holder is None or requested > version)):
-            return False
+        if requested == last_whole or requested > version:
+            return 0
         last_whole = requested
-        return True
+        return requested
 
     def should_stop() -> bool:
         # Remembered: the file may be removed for the next start.

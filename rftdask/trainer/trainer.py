@@ -56,8 +56,8 @@ _TOKEN_ARRAYS = ("tokens", "rollout_logprobs", "loss_mask")
 """Arrays that a rank only has for the rows that it computes; so are experts, which may be missing."""
 
 Action: TypeAlias = tuple[Literal["train", "publish", "whole", "wait", "stop", "end"], str]
-"""Next action of all ranks, and the ledger entry as JSON for "train". whole: write the last publication in full; stop:
-end on request; end: all steps are trained."""
+"""Next action of all ranks, with the ledger entry as JSON for "train" and the version for "whole". whole: write that
+publication in full; stop: end on request; end: all steps are trained."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Trainer:
     """Sends an event to observers, best effort."""
     full_publish_interval: int = 1
     """Publications from one with whole weights to the next; those between contain deltas."""
-    whole_requested: Callable[[int], bool] = lambda version: False
+    whole_requested: Callable[[int], int] = lambda version: 0
     """(last published step) -> True once if an engine that cannot apply the delta has requested full weights; called
     as `should_stop` is."""
     holder: InMemoryPublisher | None = None
@@ -157,7 +157,7 @@ class Trainer:
                     break
                 if action in ("publish", "whole"):
                     requested = time.perf_counter()
-                    (self._publish if action == "publish" else self._publish_whole)(step)
+                    self._publish(step) if action == "publish" else self._publish_whole(int(entry_json))
                     began += time.perf_counter() - requested  # does not count as waiting for data
                     continue
 
@@ -230,8 +230,9 @@ class Trainer:
 
     def _next_action(self, step: int) -> Action:
         """Decide what follows `step`, on rank 0; the entry of a batch is in the ledger before it is returned."""
-        if (self.full_publish_interval > 1 or self.holder is not None) and self.whole_requested(self._published):
-            return "whole", ""
+        sends_parts = self.full_publish_interval > 1 or self.holder is not None
+        if sends_parts and (version := self.whole_requested(self._published)):
+            return "whole", str(version)
         if self._is_last(step):
             return "end", ""
         # Before a batch is formed: a batch in the ledger must be trained, by this process or the next.
@@ -345,10 +346,10 @@ class Trainer:
         if self.engine.is_hosted:
             self.engine.keep_only(publications.published_versions(self.storage), checkpoint_steps(self.storage))
 
-    def _publish_whole(self, step: int) -> None:
-        """Write the last publication in full, instead of its delta or a copy in memory."""
+    def _publish_whole(self, version: int) -> None:
+        """Write a publication in full, instead of its delta or a copy in memory."""
         if self._has_weights:
-            self._publishing.start(partial(self._publisher.write_whole, self._published))
+            self._publishing.start(partial(self._publisher.write_whole, version))
             self._write_held()
 
     def _write_held(self) -> Future[None] | None:

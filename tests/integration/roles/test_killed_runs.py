@@ -2,6 +2,7 @@
 the killed runs publish most of them as deltas, or hold them in memory and write them only with each checkpoint.
 """
 
+import contextlib
 import random
 import time
 from collections.abc import Iterator
@@ -85,6 +86,26 @@ def test_a_run_survives_losing_each_process(folder: Path, config: Path, undistur
     assert any("trainer restarts from its newest checkpoint (1 of 3)" in note for note in notes), notes
     assert any("worker explorer-0" in note and "was lost" in note for note in notes), notes
     assert method == MEMORY or list(folder.glob("weights/*/*.delta")), "nothing was published as what has changed"
+    assert_same_end(folder, undisturbed)
+
+
+def test_a_run_whose_deltas_are_damaged_ends_the_same(folder: Path, config: Path, undisturbed: Path) -> None:
+    """Every delta has a flipped byte as soon as it is seen, which may be while an engine uses it."""
+    seen = set[Path]()
+
+    def has_ended() -> bool:
+        for file in set(folder.glob("weights/*/*.delta")) - seen:
+            seen.add(file)
+            with contextlib.suppress(OSError):  # removed meanwhile
+                data = bytearray(file.read_bytes())
+                data[len(data) // 2] ^= 1
+                file.write_bytes(data)
+        return run.process.poll() is not None or runs.num_steps(folder) == STEPS
+
+    with start(config, DELTAS) as run:
+        run.wait_until(has_ended)
+        run.end(code=0)
+    assert len(seen) > STEPS // 4, "few versions were published as deltas"
     assert_same_end(folder, undisturbed)
 
 

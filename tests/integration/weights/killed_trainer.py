@@ -77,11 +77,11 @@ def train(config: Config, folder: Path, address: str, places: PlaceCounter) -> N
 
     storage, answered = FaultyStorage(open_storage(folder), pass_place), 0
 
-    def is_asked(version: int) -> bool:
+    def is_asked(version: int) -> int:
         nonlocal answered
         asked, before = read_requested_version(storage, WHOLE_FILE), answered
         answered = asked
-        return asked != before
+        return asked if asked != before else 0
 
     make_trainer(
         storage,

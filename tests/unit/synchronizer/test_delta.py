@@ -281,6 +281,7 @@ def test_the_last_delta_can_be_completed_afterwards(storage: Storage) -> None:
     publisher = Publisher(storage, "main", 100)
     for version in (1, 2, 3):
         published = publisher.publish(version, weights(version))
+    publisher.take_spare()
     publisher.write_whole(2)  # this process no longer has its bytes
     assert (read_published(storage, 2) or pytest.fail()).delta is not None
     storage.remove("weights/1")
@@ -293,6 +294,19 @@ def test_the_last_delta_can_be_completed_afterwards(storage: Storage) -> None:
     following = publisher.publish(4, weights(4))
     assert following.delta is not None and following.delta.whole == 3
     assert made(storage, following) == weights(4)
+
+
+def test_the_delta_before_the_last_can_be_completed(storage: Storage) -> None:
+    publisher = Publisher(storage, "main", 100)
+    for version in (1, 2, 3):
+        published = publisher.publish(version, weights(version))
+    publisher.write_whole(2)
+    storage.remove("weights/1")
+    again = read_published(storage, 2)
+    assert again is not None and again.delta is None and made(storage, again) == weights(2)
+    assert made(storage, published) == weights(3) and read_pointer(storage, WEIGHTS_POINTER) == 3
+    following = publisher.publish(4, weights(4))
+    assert following.delta is not None and following.delta.base == 3
 
 
 def test_added_or_removed_files_make_a_complete_version(storage: Storage) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rftdask.errors import DamagedError, NotFoundError, WaitTimeout
-from rftdask.storage import Storage, open_storage
+from rftdask.storage import Storage, open_storage, shared_folder
 from rftdask.synchronizer import manifest as manifests
 from rftdask.synchronizer import node_cache as node_copy
 from rftdask.synchronizer.node_cache import NodeCache
@@ -110,7 +110,7 @@ def test_a_file_replaced_while_it_is_read_is_not_handed_out(tmp_path: Path) -> N
         NodeCache(FaultyStorage(storage, replace), published, TIMEOUT_S)
 
 
-def test_a_file_written_since_is_read_again(tmp_path: Path) -> None:
+def test_a_file_written_since_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(str(tmp_path / "run"))
     published = publish(storage)
     held = NodeCache(storage, published, TIMEOUT_S)
@@ -118,6 +118,9 @@ def test_a_file_written_since_is_read_again(tmp_path: Path) -> None:
     # Not while another process serves the verified file.
     with pytest.raises(WaitTimeout):
         NodeCache(storage, published, 0.1)
+    monkeypatch.setattr(shared_folder, "_MAX_REFUSALS", 3)
+    with pytest.raises(DamagedError, match="changed while others use them"):
+        NodeCache(storage, published, 600.0)
     held.close()
     with pytest.raises(DamagedError):
         NodeCache(storage, published, TIMEOUT_S)

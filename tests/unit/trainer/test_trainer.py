@@ -327,9 +327,9 @@ def test_a_killed_run_with_deltas_ends_like_one_without() -> None:
 def test_a_waiting_trainer_writes_requested_full_weights(storage: Storage) -> None:
     asked: list[int] = []
 
-    def is_asked(version: int) -> bool:
+    def is_asked(version: int) -> int:
         asked.append(version)
-        return asked.count(NUM_STEPS) == 1
+        return version if asked.count(NUM_STEPS) == 1 else 0
 
     make_trainer(storage, full_publish_interval=9, whole_requested=is_asked).run()
     found = [read_published(storage, version) for version in range(1, NUM_STEPS + 1)]
