@@ -19,7 +19,7 @@ import random
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,16 +233,19 @@ def test_a_run_over_machines_trains_the_same(config: Path, settings: tuple[str, 
 def test_a_run_without_held_weights_continues_with_files(
     config: Path, folder: Path, machines: Machines, by_files: Path, method: str, settings: tuple[str, ...]
 ) -> None:
-    disconnect, disconnected = parties.reach_no_rank, ENGINES
-    if method == "memory":
-        disconnect, disconnected = parties.give_nothing, (TRAINER,)
-    with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
-        run.wait_until(lambda: runs.num_steps(folder) >= 1)
-        machines.client.run(disconnect, workers=[machines.addresses()[name] for name in disconnected])
-        try:
+    def disconnect(task: Callable[[], object], names: Sequence[str]) -> None:
+        machines.client.run(task, workers=[machines.addresses()[name] for name in names])
+
+    try:
+        if method == "nccl":
+            disconnect(parties.reach_no_rank, ENGINES)
+        with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
+            if method == "memory":  # only once the trainer gives blocks
+                run.wait_until(lambda: runs.num_steps(folder) >= 1)
+                disconnect(parties.give_nothing, (TRAINER,))
             ended = run.end()
-        finally:
-            machines.client.run(parties.reach_ranks)
+    finally:
+        machines.client.run(parties.reach_ranks)
     assert ended.code == 0, ended
     assert (folder / "control" / "whole_version.txt").exists(), "nobody asked for files"
     assert runs.assert_same_run(folder, by_files)["step"] == STEPS
