@@ -89,12 +89,8 @@ class Taskset:
             task = self.task(0, index)
             return text_size((task.prompt, task.messages))
 
-        def tokenize(index: int) -> None:
-            assert check_prompt is not None
-            check_prompt(self.task(0, index))
-
-        has_lengths = check_prompt is not None and not has_images
-        num_bad, problem = find_bad_rows(name, count, read, tokenize if has_lengths else None, say)
+        tokenize = None if check_prompt is None or has_images else lambda index: check_prompt(self.task(0, index))
+        num_bad, problem = find_bad_rows(name, count, read, tokenize, say)
         if num_bad > max_bad_rows:
             raise DataError(f"{problem}; fix the data, or raise buffer.max_bad_rows ({max_bad_rows})")
         if num_bad:

@@ -109,7 +109,7 @@ def _check_inputs(
     with _noted(problems):
         _check_adapter(stages)
     _check_auxiliary(stages, problems)
-    # In another process and concurrently, because tokenizers and algorithms import torch.
+    # Concurrently, and algorithms in another process, because building one imports torch.
     with ThreadPoolExecutor(1, "algorithms") as thread:
         tokenizers = [
             thread.submit(load_tokenizer, stage) if not problems and _needs_tokenizer(stage) else None
@@ -372,10 +372,10 @@ def _checked_rows(
         read_schema, fmt = schema_of(schema, dataset, section.format)
         check_columns(dataset, read_schema, fmt)
         check = partial(check_row, read_schema, fmt, has_label=schema == "kto" and read_schema == "sft")
-        tokenize = None
+        rows = None
         if loaded is not None:
             rows = make_rows(schema, dataset, loaded, section.format, stage.model.max_model_len)
-            tokenize = lambda number: rows.read([number])  # noqa: E731 -- only with a tokenizer
+        tokenize = None if rows is None else lambda number: rows.read([number])
         num_bad, problem = find_bad_rows(name, len(dataset), lambda n: check(n, dataset[n]), tokenize, say)
         if num_bad > most:
             raise DataError(f"{problem}; fix the data, or raise buffer.max_bad_rows ({most})")

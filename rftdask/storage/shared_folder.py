@@ -48,7 +48,7 @@ class SharedFolder:
         """
         deadline, num_refusals = time.monotonic() + timeout_s, 0
         try:
-            while not ((is_filled := self.lock(fcntl.LOCK_SH)) and is_whole()):
+            while not ((is_shared := self.lock(fcntl.LOCK_SH)) and is_whole()):
                 # With the exclusive lock it checks again, since another process may have finished meanwhile. A refused
                 # process holds no lock at all, so one of several competing processes gets the exclusive lock.
                 if self.lock(fcntl.LOCK_EX):
@@ -56,7 +56,7 @@ class SharedFolder:
                         fill()
                     continue
                 # A process that fills refuses the shared lock as well. Users do not, and may keep theirs for hours.
-                num_refusals = num_refusals + 1 if is_filled else 0
+                num_refusals = num_refusals + 1 if is_shared else 0
                 if num_refusals > _MAX_REFUSALS:
                     raise DamagedError(f"{self.path}: files changed while others use them; they cannot be read again")
                 if time.monotonic() > deadline:

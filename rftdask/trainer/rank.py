@@ -338,7 +338,7 @@ def read_held_out(config: Config) -> list[TrainingBatch]:
             sequences[number] = read([number])
         except DataError as error:
             bad.append(error)
-    if len(bad) > most or not sequences:
+    if len(bad) > most or (bad and not sequences):
         raise DataError(f"{bad[0]}; held-out rows with errors: {len(bad)} (buffer.max_bad_rows {most}); fix the data")
     if bad:
         log.warning("%d held-out rows are left out, which cannot be used: %s", len(bad), bad[0])

@@ -84,8 +84,8 @@ class Trainer:
     full_publish_interval: int = 1
     """Publications from one with whole weights to the next; those between contain deltas."""
     whole_requested: Callable[[int], int] = lambda version: 0
-    """(last published step) -> True once if an engine that cannot apply the delta has requested full weights; called
-    as `should_stop` is."""
+    """(last published step) -> version that an engine has requested in full, because it cannot apply the delta; 0: none
+    since the last call. Called as `should_stop` is."""
     holder: InMemoryPublisher | None = None
     """Holds publications in memory instead of files; None: they are written."""
     max_weights_to_keep: int = 0

@@ -40,6 +40,8 @@ UNREAD_BYTES = 1 << 16
 REQUESTS_PER_SESSION = 32
 EXAMPLES = 100
 """Requests of Schemathesis for each path."""
+SCHEMATHESIS_S = 1800.0
+"""Seconds for all requests of Schemathesis."""
 PATHS = (*BODIES, "/health", "/openapi.json", "/v1/models", "/v1/models/policy", "/v1/embeddings", "/")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "CONNECT", "get", "BREW", "P\xd6ST", "")
 KINDS = ("text/plain", "application/json; charset=utf-16", "multipart/form-data", "\xff", "")
@@ -222,7 +224,7 @@ def run_schemathesis(program: Path, url: str, seed: int, folder: Path) -> tuple[
     options += f"--request-timeout {DEADLINE_S} --no-color --generation-database none"
     command = [str(program.absolute()), "run", f"{url}/openapi.json", "--header", f"Authorization: Bearer {TOKEN}"]
     output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ended = subprocess.run([*command, *options.split()], **output, check=False, cwd=folder)
+    ended = subprocess.run([*command, *options.split()], **output, check=False, cwd=folder, timeout=SCHEMATHESIS_S)
     generated = re.search(r"([\d,]+) generated", ended.stdout)
     num_requests = int(generated[1].replace(",", "")) if generated else 0
     return num_requests, "" if ended.returncode == 0 and num_requests else ended.stdout

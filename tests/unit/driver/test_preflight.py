@@ -377,9 +377,8 @@ def test_a_hosted_model_needs_a_tokenizer_and_a_key(world: World, monkeypatch: p
     assert "model.tinker: the service needs a key; export TINKER_API_KEY=tml-... before starting the run" in lines
     assert "no weights" not in lines
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
-    (world.model / "tokenizer.json").unlink()
-    assert "the service needs a key" not in problems(world.config(hosted))
-    build_toy_model(world.model, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
+    lines = problems(world.config(hosted, f"{TASKS}.path={world.folder}/missing.jsonl"))
+    assert "missing.jsonl" in lines and "the service needs a key" not in lines
     stages = load_config({**world.config(hosted).to_dict(), "stages": [{"stage_name": "a"}, {"stage_name": "b"}]})
     assert "stages: 2 stages need a model folder from each stage" in problems(*stages.stage_configs())
 
