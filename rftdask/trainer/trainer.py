@@ -427,11 +427,10 @@ class Trainer:
         # Regardless of the interval: later explorers and evaluations need the last weights.
         if self.ranks.broadcast(self.publish_due is not None and self._published < step):
             self._publish(step)
-        unsaved = step > self._saved
-        if unsaved:
+        # Engines that start later can no longer request it in full, if the deltas that it needs are damaged.
+        self._publish_whole(self._published)
+        if unsaved := step > self._saved:
             self._save(step, last=True, interim=stopped)
-        else:
-            self._write_held()  # publications after the checkpoint
         # Durable before the end is reported.
         self._publishing.flush()
         self.checkpoints.flush()
