@@ -14,12 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
 
 from rftdask.buffer.log.schema import Status
 from rftdask.cli.common import Run, say
+from rftdask.cli.results.data_refine import table_of
 from rftdask.config import Config
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
@@ -181,7 +181,7 @@ def _write(path: str, rows: _Rows) -> None:
         data = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
     else:
         sink = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist(rows), sink)
+        pq.write_table(table_of(rows), sink)
         data = sink.getvalue()
     folder, _, name = path.rpartition("/")
     open_storage(folder or Path.cwd()).put(name, data)

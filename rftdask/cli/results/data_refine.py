@@ -271,7 +271,13 @@ def _read(part: Part) -> pa.Table:
     with fsspec.open(part.file, "rb") as opened:
         if part.file.endswith(".parquet"):
             return pq.ParquetFile(opened).read_row_group(part.start)
-        return pa.Table.from_pylist(list(_read_lines(opened, part)))
+        return table_of(list(_read_lines(opened, part)))
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Make a table with the columns of all rows; `Table.from_pylist` has only those of the first row."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: [row.get(name) for row in rows] for name in names})
 
 
 def _read_lines(opened: Any, part: Part) -> Iterator[dict[str, Any]]:

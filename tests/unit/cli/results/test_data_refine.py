@@ -73,6 +73,14 @@ def test_a_score_is_a_column_and_parquet_is_read_by_row_groups(rows: str, tmp_pa
     assert [dataset[4][name] for name in ("level", "score", "double")] == [4, 4.0, 8.0]
 
 
+def test_a_column_that_the_first_row_lacks_is_kept(rows: str, tmp_path: Path) -> None:
+    with open(rows, "a") as file:
+        file.write(json.dumps({"prompt": "q", "answer": "4"}) + "\n")
+    refine(rows, str(tmp_path / "out"), Steps("level > 3 OR answer = '4'"), here)
+    dataset = open_dataset(str(tmp_path / "out"))
+    assert [dataset[number].get("answer") for number in range(len(dataset))] == [*[None] * 4, "4"]
+
+
 @pytest.mark.parametrize("part_rows", [6, 1000])
 def test_filters_and_mappers_change_rows_and_columns(
     rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_rows: int
