@@ -22,6 +22,7 @@ from report import Report, make_parser
 from rftdask import Experiment
 from rftdask.cluster.layout import EXPLORER_RESOURCE, Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
+from rftdask.processes.dask_task import workers_of
 from rftdask.storage import open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
 from rftdask.synchronizer.published import MODEL_FILE
@@ -90,7 +91,7 @@ def measure_publish(root: Path, publishes: int, explorers: int) -> list[float]:
     plans = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), 1) for i in range(explorers))
     delays = []
     with LocalCluster(Layout(plans)) as cluster:
-        workers = list(cluster.client.scheduler_info(n_workers=-1)["workers"])
+        workers = list(workers_of(cluster.client))
         start_synchronizer(cluster.client, storage.url, 0.05, "bench", workers[:1])
         for version in range(1, publishes + 1):
             futures = [

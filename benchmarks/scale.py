@@ -39,6 +39,7 @@ from report import Report, make_parser
 from rftdask.config import load_config
 from rftdask.explorer.explorer import Explorer
 from rftdask.processes.dask_cluster import DASK_CONFIG
+from rftdask.processes.dask_task import workers_of
 from rftdask.processes.poll import wait_for
 from rftdask.rollouts.work_units import RolloutResult, RolloutTask, Sums
 from rftdask.storage import Storage, open_storage
@@ -217,7 +218,7 @@ def all_wait(client: Client, version: int, num_workers: int) -> bool:
 def measure_notice(client: Client, publishes: int) -> float:
     """Return the median seconds from a moved pointer until the last worker knows."""
     storage = open_storage(f"memory://notice-{uuid.uuid4().hex}")
-    names = list(client.scheduler_info(n_workers=-1)["workers"])
+    names = list(workers_of(client))
     actor = start_synchronizer(client, storage.url, 0.05, uuid.uuid4().hex, names[:1])
     delays = []
     for version in range(1, publishes + 1):

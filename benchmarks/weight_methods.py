@@ -21,6 +21,7 @@ from typing import Any
 from distributed import Client, Nanny, SpecCluster, get_worker
 from report import Report
 
+from rftdask.processes.dask_task import workers_of
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.manifest import FileEntry, remove_folder
@@ -99,7 +100,7 @@ def run_methods(report: Report, folder: str, size: str, stage: Callable[[], Stag
     try:
         no_page = {"cls": "distributed.Scheduler", "options": {"dashboard": False}}
         with SpecCluster(spec, scheduler=no_page) as cluster, Client(cluster, set_as_default=False) as client:
-            workers = client.scheduler_info(n_workers=-1)["workers"]
+            workers = workers_of(client)
             addresses = {str(worker["name"]): address for address, worker in workers.items()}
             give = client.submit(_give, str(memories / "trainer"), workers=["trainer"], pure=False)
             give.result(timeout=TIMEOUT_S)

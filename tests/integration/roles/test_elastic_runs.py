@@ -14,6 +14,7 @@ from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, 
 from rftdask.cluster.local import LocalCluster
 from rftdask.driver.experiment import Experiment
 from rftdask.monitor.events import Event, Note
+from rftdask.processes.dask_task import workers_of
 from tests.integration import run_cases as runs
 from tests.integration.local_stage import local_cluster, make_stage
 from tests.living import wait_until
@@ -137,7 +138,7 @@ def test_explorers_join_and_leave_a_local_cluster() -> None:
     with LocalCluster(Layout(PLANS)) as cluster:
 
         def names() -> set[str]:
-            return {info["name"] for info in cluster.client.scheduler_info(n_workers=-1)["workers"].values()}
+            return {info["name"] for info in workers_of(cluster.client).values()}
 
         cluster.scale(EXPLORER_RESOURCE, 2)
         wait_until(lambda: names() == {"trainer-0", "explorer-0", "explorer-2"}, deadline_s=120.0)

@@ -18,7 +18,7 @@ from distributed import Client, KilledWorker, Scheduler, SpecCluster
 
 from rftdask.cluster.preloads import MODULE
 from rftdask.processes.dask_cluster import DASK_CONFIG
-from rftdask.processes.dask_task import LEAVING_TOPIC, make_cancel_check
+from rftdask.processes.dask_task import LEAVING_TOPIC, make_cancel_check, workers_of
 from tests import living
 from tests.integration.run_cases import DEADLINE_S
 from tests.living import lives
@@ -48,7 +48,7 @@ def worker_of_job(client: Client, folder: Path) -> Iterator[tuple[psutil.Popen, 
         yield joined, worker, address_of(client)
     finally:
         kill_tree(joined)
-        wait_until(lambda: not client.scheduler_info(n_workers=-1)["workers"])
+        wait_until(lambda: not workers_of(client))
 
 
 def start_worker(client: Client, folder: Path) -> psutil.Popen:
@@ -75,7 +75,7 @@ def start_worker(client: Client, folder: Path) -> psutil.Popen:
 
 
 def address_of(client: Client) -> str:
-    (address,) = client.scheduler_info(n_workers=-1)["workers"]
+    (address,) = workers_of(client)
     return str(address)
 
 
