@@ -20,9 +20,8 @@ for _ in $(seq "$sessions"); do
     session=$(post /sessions "$(jq -n --arg task "$question" '{task_id: $task}')")
     key=$(jq -r .api_key <<<"$session")
     body=$(jq -n --arg prompt "$question" '{model: "policy", messages: [{role: "user", content: $prompt}]}')
-    text=$(post "$(jq -r .base_path <<<"$session")/chat/completions" "$body" "$key" | jq -r '.choices[0].message.content')
+    answer=$(post "$(jq -r .base_path <<<"$session")/chat/completions" "$body" "$key")
     # The reward is the share of lower-case letters.
-    letters=$(LC_ALL=C tr -cd 'a-z' <<<"$text" | wc -c) length=$(LC_ALL=C tr -d '\n' <<<"$text" | wc -c)
-    reward=$(jq -n --argjson letters "$letters" --argjson length "$length" '$letters / ([$length, 1] | max)')
+    reward=$(jq '.choices[0].message.content | ([scan("[a-z]")] | length) / ([length, 1] | max)' <<<"$answer")
     post /feedback "$(jq -n --argjson reward "$reward" '{reward: $reward}')" "$key" | jq -c --argjson r "$reward" '. + {reward: $r}'
 done

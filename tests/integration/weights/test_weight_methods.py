@@ -19,7 +19,7 @@ import random
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import pytest
 
 from rftdask.cluster.layout import Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
+from rftdask.processes.dask_task import workers_of
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import read_published
 from tests.integration import run_cases as runs
@@ -56,8 +57,7 @@ class Machines(LocalCluster):
         return spec
 
     def addresses(self) -> dict[str, str]:
-        workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        return {str(worker["name"]): address for address, worker in workers.items()}
+        return {str(worker["name"]): address for address, worker in workers_of(self.client).items()}
 
     def wait_for(self, name: str, other_than: str = "") -> None:
         def has_joined() -> bool:
@@ -233,19 +233,13 @@ def test_a_run_over_machines_trains_the_same(config: Path, settings: tuple[str, 
 def test_a_run_without_held_weights_continues_with_files(
     config: Path, folder: Path, machines: Machines, by_files: Path, method: str, settings: tuple[str, ...]
 ) -> None:
-    def disconnect(task: Callable[[], object], names: Sequence[str]) -> None:
-        machines.client.run(task, workers=[machines.addresses()[name] for name in names])
-
+    task, names = (parties.reach_no_rank, ENGINES) if method == "nccl" else (parties.give_nothing, (TRAINER,))
     try:
-        if method == "nccl":
-            disconnect(parties.reach_no_rank, ENGINES)
+        machines.client.run(task, workers=[machines.addresses()[name] for name in names])
         with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
-            if method == "memory":  # only once the trainer gives blocks
-                run.wait_until(lambda: runs.num_steps(folder) >= 1)
-                disconnect(parties.give_nothing, (TRAINER,))
             ended = run.end()
     finally:
-        machines.client.run(parties.reach_ranks)
+        machines.client.run(parties.reconnect)
     assert ended.code == 0, ended
     assert (folder / "control" / "whole_version.txt").exists(), "nobody asked for files"
     assert runs.assert_same_run(folder, by_files)["step"] == STEPS

@@ -22,7 +22,7 @@ from rftdask.synchronizer.published import read_published, remove_weights_below
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.synchronizer.transports import dask_broadcast as dask_tree
 from rftdask.synchronizer.transports import group_broadcast as process_group
-from rftdask.synchronizer.transports.dask_broadcast import serve_blocks
+from rftdask.synchronizer.transports.dask_broadcast import _answer, serve_blocks
 from rftdask.synchronizer.transports.group_broadcast import _store_of_another
 from rftdask.trainer.rank import build_holder
 
@@ -77,16 +77,16 @@ def give_blocks() -> str:
 
 
 def give_nothing(dask_worker: Worker) -> None:
-    """Give no block to anyone until `give_blocks` is called."""
+    """Give no block to anyone, in the next run too, until `reconnect` is called."""
 
     async def answer(**asked: object) -> dict[str, None]:
         return {"block": None}
 
-    dask_worker.handlers[dask_tree._OPERATION] = answer
+    vars(dask_tree)["_answer"] = answer
 
 
 def reach_no_rank(dask_worker: Worker) -> None:
-    """Make the ranks unreachable from this machine until `reach_ranks` is called."""
+    """Make the ranks unreachable from this machine until `reconnect` is called."""
 
     def refused(address: str) -> object:
         raise ConnectionRefusedError(f"{address} refuses")
@@ -94,8 +94,10 @@ def reach_no_rank(dask_worker: Worker) -> None:
     vars(process_group)["_store_of_another"] = refused
 
 
-def reach_ranks(dask_worker: Worker) -> None:
+def reconnect(dask_worker: Worker) -> None:
     vars(process_group)["_store_of_another"] = _store_of_another
+    vars(dask_tree)["_answer"] = _answer
+    serve_blocks(dask_worker)
 
 
 def collect(url: str, version: int) -> None:
