@@ -74,11 +74,12 @@ learning: $(STAMP)
 guides: $(STAMP)
 	$(BIN)/python -m pytest $(GUIDES_PARALLEL) -m "guides and not long" --durations=10
 
+MARKS ?= slow
 slow: $(STAMP)
-	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m "slow and not long" --durations=30
+	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m "($(MARKS)) and not long" --durations=30
 
 long: $(STAMP)
-	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m long --durations=30
+	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m "long or (long and extras)" --durations=30
 
 site: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
@@ -88,7 +89,7 @@ extras:
 	@$(MAKE) --no-print-directory install EXTRAS=$(WIDE)
 	tests/conformance/install_peers.sh $(VENV)
 	@$(MAKE) --no-print-directory agentscope EXTRAS=$(WIDE)
-	$(BIN)/python -m pytest -m extras --durations=10
+	$(BIN)/python -m pytest -m "extras and not long" --durations=10
 
 # Its mcp is installed outside of the environment, where verifiers needs another version.
 agentscope: $(STAMP)

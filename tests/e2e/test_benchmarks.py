@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 PARTS_OF_GPU = {"gpu_train"}
 """Modules that gpu.py runs."""
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()} - PARTS_OF_GPU)
-SHORT = ("chaos", "gpu", "rollouts", "serve", "sizes", "tolerances", "weight_arithmetic")
+SHORT = ("chaos", "rollouts", "serve", "sizes", "tolerances", "weight_arithmetic")
 """Scripts whose quick form is short or is promised to run in CI."""
 PARTS = "abcdefghij"
 DEADLINE_S = 900.0
@@ -104,6 +104,7 @@ def test_the_phase_of_a_run_is_read_from_its_files(tmp_path: Path, monkeypatch: 
     assert phases == ["starting", "starting", *order]
 
 
+@pytest.mark.long
 def test_a_hanging_gpu_part_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
     """Part j is a run that takes longer than the limit and has child processes."""
     mark = {**os.environ, "RFTDASK_TEST_MARK": str(tmp_path)}
@@ -157,6 +158,7 @@ def test_gpu_rows_are_in_the_table_when_the_machine_is_lost(tmp_path: Path) -> N
                     process.kill()
 
 
+@pytest.mark.long
 def test_gpu_parts_report_what_they_omit_without_peft(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['peft'] = None\n")
     paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))

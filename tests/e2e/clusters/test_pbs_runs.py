@@ -24,6 +24,7 @@ DEADLINE_S = 300.0
 wait_until = functools.partial(living.wait_until, deadline_s=DEADLINE_S, every_s=0.2)
 
 
+@pytest.mark.long
 def test_a_run_on_pbs_continues_job_by_job_until_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = tmp_path / "bin"
     spool = fake_pbs.install(commands)

@@ -159,6 +159,7 @@ def test_two_commands_on_s3_explore_and_train_everything_once(tmp_path: Path) ->
     assert Ledger(open_storage(url)).last_step() == 4
 
 
+@pytest.mark.long
 def test_real_engines_publish_load_and_checkpoint_on_s3(tmp_path: Path) -> None:
     config = write_grpo_config(tmp_path)
     place = "checkpoint_root_dir=s3://bucket/real"
@@ -169,6 +170,7 @@ def test_real_engines_publish_load_and_checkpoint_on_s3(tmp_path: Path) -> None:
     assert_all_is_accounted_for(storage)
 
 
+@pytest.mark.long
 def test_the_doctor_finds_nothing_broken_on_s3() -> None:
     ended = call_cli("doctor", "s3://bucket/doctor")
     assert ended.code == 0 and "nothing broken" in ended.out, ended

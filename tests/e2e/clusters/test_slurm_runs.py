@@ -21,6 +21,7 @@ from rftdask.cluster.batch_cluster import call
 from rftdask.cluster.jobs import JobRecord, read_jobs
 from rftdask.cluster.slurm import ENDING, SlurmCluster, sbatch
 from rftdask.errors import RftError
+from rftdask.processes.dask_task import workers_of
 from rftdask.run.lease import lease_holder
 from rftdask.storage import open_storage
 from tests import living
@@ -127,7 +128,7 @@ def test_the_five_commands_of_the_guide_work_as_printed(tmp_path: Path, demo: De
     assert experiment.client is not None
     with experiment.client as client:
         assert client.scheduler.address.startswith("tls://")
-        workers = client.scheduler_info(n_workers=-1)["workers"].values()
+        workers = workers_of(client).values()
         assert {role for info in workers for role in info["resources"]} == {"control", "trainer", "explorer"}
 
     assert re.search(r"trainer-\d+-\d+-0-0-1 +trainer +tls://", call_cli("attach", str(demo.folder)).out)

@@ -27,11 +27,10 @@ LAST_LINE = re.compile(r"[\w ]+: reward (\d\.\d\d) -> (\d\.\d\d) in (\d+) s.*")
 @pytest.mark.parametrize(
     "program",
     [
-        ("learn.py",),
-        ("learn.py", "program_agent"),
-        pytest.param(("learn.py", "langgraph_agent"), marks=pytest.mark.extras),
+        pytest.param(("learn.py",), id="tool_loop"),
+        pytest.param(("learn.py", "program_agent"), id="program", marks=pytest.mark.long),
+        pytest.param(("learn.py", "langgraph_agent"), id="langgraph", marks=[pytest.mark.extras, pytest.mark.long]),
     ],
-    ids=["tool_loop", "program", "langgraph"],
 )
 def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Path) -> None:
     if program[-1] == "langgraph_agent":
@@ -46,6 +45,7 @@ def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Pa
     assert after >= 0.5 and after >= before + 0.3, last[0]
 
 
+@pytest.mark.long
 @pytest.mark.extras
 def test_a_served_policy_learns_from_a_command_line_agent(tmp_path: Path) -> None:
     pytest.importorskip("llm")

@@ -82,6 +82,7 @@ def test_stages_of_one_run(copied: Callable[[str], Path]) -> None:
     assert [steps(run / stage) for stage in ("sft", "grpo")] == [2, 2]
 
 
+@pytest.mark.long
 def test_a_toy_learns_to_look_at_its_images(copied: Callable[[str], Path]) -> None:
     run = copied("images")
     subprocess.run([sys.executable, "images.py"], check=True, timeout=120)

@@ -22,6 +22,7 @@ def compare_compiled(gangs: dict[int, Ranks], model: str) -> tuple[float, float,
     return metric_difference(compiled, plain), weight_difference(weights, expected), same_bits
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler on this machine")
 def test_compiled_layers_equal_eager_layers(tmp_path: Path) -> None:
     build_toy_model(tmp_path / "model", hidden_size=18, intermediate_size=33, num_layers=1, num_heads=3)

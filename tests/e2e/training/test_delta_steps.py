@@ -29,7 +29,7 @@ def hashes(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lr", [1e-6, 1e-5])
+@pytest.mark.parametrize("lr", [1e-6, pytest.param(1e-5, marks=pytest.mark.long)])
 def test_200_steps_of_deltas_have_the_bits_of_the_whole(tmp_path: Path, lr: float) -> None:
     build_toy_model(tmp_path / "model", hidden_size=64, num_layers=2, num_heads=4)
     config = engine_config(

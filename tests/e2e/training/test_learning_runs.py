@@ -43,6 +43,7 @@ def test_a_student_with_replayed_experts_learns_from_its_teacher(tmp_path: Path)
     assert 0.5 < agreement.min() < 1.0
 
 
+@pytest.mark.long
 def test_preference_pairs_teach_while_tasks_are_evaluated(tmp_path: Path) -> None:
     case = Case("dpo", toy="echo", dataset="pairs", steps=20)
     run = finished(case, tmp_path, trainer={"total_steps": 20, "eval_interval": 8})

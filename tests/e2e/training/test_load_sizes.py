@@ -298,6 +298,7 @@ def test_a_rank_loads_only_its_part_of_the_weights(small: str, large: str, tmp_p
             assert read <= 1.01 * part / 2, f"{size} ranks, {read / MIB:.0f} MiB"
 
 
+@pytest.mark.long
 def test_ranks_that_resume_read_each_byte_twice_over_all_of_them(tmp_path: Path) -> None:
     build_toy_model(tmp_path / "model", hidden_size=64, intermediate_size=256, num_layers=4, num_heads=4)
     found = run_ranks(4, tmp_path, resume, str(tmp_path / "run"), str(tmp_path / "model"))
@@ -311,6 +312,7 @@ def test_ranks_that_resume_read_each_byte_twice_over_all_of_them(tmp_path: Path)
     assert {way: sum(each) < 2.1 * sum(saved) for way, each in read.items()} == dict.fromkeys(read, True), (saved, read)
 
 
+@pytest.mark.long
 def test_a_rank_that_resumes_holds_little_more_than_its_part(small: str, large: str, tmp_path: Path) -> None:
     found = run_ranks(4, tmp_path, resume_large, small, large, str(tmp_path / "run"))
     num_saved = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.safetensors"))
@@ -325,6 +327,7 @@ def test_a_rank_that_resumes_holds_little_more_than_its_part(small: str, large: 
         assert sum(read for _, _, read in of_ranks) <= 2.02 * num_saved, way
 
 
+@pytest.mark.long
 def test_a_rank_loads_its_exact_share_of_the_whole_model(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 18, "intermediate_size": 33, "num_layers": 2, "num_heads": 3}
     for name in ("tied", "untied", "experts", "pickles"):

@@ -7,6 +7,8 @@ libraries. More tokens add only time, so the test uses no more: 16,384 tokens, w
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import resource
 
@@ -32,6 +34,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
+@pytest.mark.long
 def test_150k_words_fit_however_many_tokens() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

@@ -364,6 +364,7 @@ def test_several_ranks_compute_the_same_as_one_rank(model: str, tmp_path: Path) 
     assert max(worst.values()) <= TOLERANCE, worst
 
 
+@pytest.mark.long
 def test_adapters_and_recomputed_activations_agree_as_well(model: str, tmp_path: Path) -> None:
     differences = [part for part in run_ranks(2, tmp_path, compare_variants, model) if part]
     assert len(differences[0]) == 3 * len(VARIANTS) * len(STRATEGIES)
@@ -387,6 +388,7 @@ def test_ranks_that_split_layers_agree_with_one_rank(
     assert max(found[0].values()) <= TOLERANCE, found[0]
 
 
+@pytest.mark.long
 def test_students_of_two_teachers_learn_the_same_on_ranks(model_of_four_heads: str, tmp_path: Path) -> None:
     for seed in (1, 2):
         sizes = {"hidden_size": 16, "intermediate_size": 34, "num_layers": 2, "num_heads": 4}

@@ -14,7 +14,11 @@ from tests.integration import run_cases as runs
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ask", "code"), [(runs.RunProcess.interrupt, 130), (runs.RunProcess.terminate, 143)], ids=["Ctrl-C", "SIGTERM"]
+    ("ask", "code"),
+    [
+        pytest.param(runs.RunProcess.interrupt, 130, id="Ctrl-C"),
+        pytest.param(runs.RunProcess.terminate, 143, id="SIGTERM", marks=pytest.mark.long),
+    ],
 )
 def test_a_stopped_run_writes_a_checkpoint_and_can_continue(
     folder: Path, config: Path, ask: Callable[[runs.RunProcess], None], code: int
