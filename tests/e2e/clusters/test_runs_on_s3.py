@@ -107,6 +107,7 @@ def test_a_run_on_s3_outlives_outages(s3: S3Process, plain: Path, tmp_path: Path
     assert_all_is_accounted_for(open_storage(url))
 
 
+@pytest.mark.long
 def test_expired_credentials_end_a_run_that_new_ones_continue(s3: S3Process, plain: Path, tmp_path: Path) -> None:
     place, url = on_s3("expired")
     config = write_config(tmp_path)

@@ -276,6 +276,7 @@ exec "$@"
 """Stand-in for a container's runner."""
 
 
+@pytest.mark.long
 def test_a_trainer_on_two_nodes_is_one_job_over_two_controllers(tmp_path: Path, demo: Demo) -> None:
     tree = yaml.safe_load(demo.config.read_text())
     runner, wrapped = tmp_path / "apptainer", tmp_path / "wrapped"

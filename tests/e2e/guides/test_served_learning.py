@@ -9,6 +9,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.toy_runs import run_folder, write_grpo_config
 from tests.integration.run_cases import RunProcess
 
@@ -29,6 +31,7 @@ def version(url: str) -> int:
         return int(json.loads(answer.read())["policy_version"])
 
 
+@pytest.mark.long
 def test_a_served_policy_learns_the_rewarded_behavior(tmp_path: Path) -> None:
     config = write_grpo_config(
         tmp_path,

@@ -25,7 +25,8 @@ def write_config(folder: Path, num_ranks: int) -> Path:
     return write_grpo_config(folder, trainer=trainer, algorithm=algorithm, cluster={"num_cpus": 1 + num_ranks})
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_killed_run_ends_with_undisturbed_weights(tmp_path: Path, num_ranks: int) -> None:
     undisturbed = write_config(tmp_path / "undisturbed", num_ranks)
     # In this process, which has loaded the modules of a driver.

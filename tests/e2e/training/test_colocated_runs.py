@@ -53,8 +53,9 @@ def test_ranks_that_left_their_device_go_on_to_the_bit(tmp_path: Path, strategy:
 ALONE, TOGETHER = "cluster.num_cpus=2", "cluster.num_cpus=1"
 
 
+@pytest.mark.long
 def test_alternating_on_a_device_changes_no_bit_despite_kills(tmp_path: Path) -> None:
-    trainer_settings = {"total_steps": 5, "save_interval": 2, "save_hf_checkpoint": "never"}
+    trainer_settings = {"total_steps": 8, "save_interval": 2, "save_hf_checkpoint": "never"}
     # Every other turn starts with the weights of the turn before, so none are loaded over the returned ones.
     sync = {"sync_offset": 0, "sync_interval": 2}
     undisturbed = write_grpo_config(tmp_path / "both", trainer=trainer_settings, synchronizer=sync)
@@ -69,9 +70,11 @@ def test_alternating_on_a_device_changes_no_bit_despite_kills(tmp_path: Path) ->
         run.kill()  # the driver and its workers; the holder of the device lock ends with them
         run.wait_for_no_survivors()
     with runs.RunProcess(*command) as run:
-        # The killed run may itself have come that far.
-        run.wait_until(lambda: runs.num_steps(folder) >= 3 and bool(run.children(runs.TRAINER)), DEADLINE_S)
-        run.children(runs.TRAINER)[0].kill()
+        # Choose the victim before it trains, so that nothing slow happens between the step and the kill.
+        run.wait_until(lambda: bool(run.children(runs.TRAINER)), DEADLINE_S)
+        (trainer,) = run.children(runs.TRAINER)
+        run.wait_until(lambda: runs.num_steps(folder) >= 3, DEADLINE_S)
+        trainer.kill()
         ended = run.end(DEADLINE_S, code=0)
     assert "they take turns on what each machine has (colocate)" in ended.out + ended.err
     # An engine with NaN weights reports it and ends, and another one would replace it.
@@ -81,7 +84,7 @@ def test_alternating_on_a_device_changes_no_bit_despite_kills(tmp_path: Path) ->
     written = json.loads((folder / "run.json").read_text())
     assert written["placement"] == "1 rank, 1 engine; they take turns on what each machine has (colocate)"
     assert (written["config"]["mode"], written["config"]["cluster"]["colocate"]) == ("both", True)
-    assert runs.assert_same_run(folder, run_folder(undisturbed))["step"] == 5
+    assert runs.assert_same_run(folder, run_folder(undisturbed))["step"] == 8
 
 
 def test_two_ranks_and_two_engines_share_two_places(tmp_path: Path) -> None:

@@ -371,6 +371,7 @@ def test_adapters_and_recomputed_activations_agree_as_well(model: str, tmp_path:
     assert max(differences[0].values()) <= TOLERANCE, "\n".join(f"{k} {v:.2e}" for k, v in differences[0].items())
 
 
+@pytest.mark.long
 def test_ranks_that_split_sequences_agree_with_one_rank(model_of_four_heads: str, tmp_path: Path) -> None:
     found = run_ranks(4, tmp_path, compare_splits, model_of_four_heads)
     merged = {case: value for part in found for case, value in part.items()}
@@ -379,6 +380,7 @@ def test_ranks_that_split_sequences_agree_with_one_rank(model_of_four_heads: str
     assert max(worst.values()) <= TOLERANCE, worst
 
 
+@pytest.mark.long
 def test_ranks_that_split_layers_agree_with_one_rank(
     model_of_four_heads: str, model_of_normed_heads: str, tmp_path: Path
 ) -> None:
