@@ -658,7 +658,6 @@ def test_a_run_with_images_trains_on_vllm_samples(tmp_path: Path, engine: VllmEn
     assert (steps.mismatch_kl.abs() < 1e-6).all()
 
 
-@pytest.mark.long
 def test_the_gsm8k_config_completes_three_steps_with_vllm(tmp_path: Path, engine: VllmEngine) -> None:
     """Untied embeddings; `engine` stays closed from here on to free memory."""
     engine.close()
@@ -748,7 +747,6 @@ def test_parsers_of_vllm_see_marks_that_are_special_tokens(parser: str, said: st
     assert AnswerParser(tokenizer, parser, "none").parse("4", [*map(ord, "4")], "", tools).content == "4"
 
 
-@pytest.mark.long
 def test_a_model_that_vllm_cannot_compute_ends_with_the_reason(tmp_path: Path, engine: VllmEngine) -> None:
     engine.close()
     build_toy_model(tmp_path / "model", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)

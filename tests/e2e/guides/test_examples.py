@@ -27,7 +27,7 @@ LAST_LINE = re.compile(r"[\w ]+: reward (\d\.\d\d) -> (\d\.\d\d) in (\d+) s.*")
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(("learn.py",), id="tool_loop"),
+        pytest.param(("learn.py",), id="tool_loop", marks=pytest.mark.long),
         pytest.param(("learn.py", "program_agent"), id="program", marks=pytest.mark.long),
         pytest.param(("learn.py", "langgraph_agent"), id="langgraph", marks=[pytest.mark.extras, pytest.mark.long]),
     ],
