@@ -161,7 +161,7 @@ def test_a_new_user_has_a_running_job_after_three_commands(tmp_path: Path) -> No
     demo = Demo(tmp_path)  # for its tasks
     demo.config.unlink()
     fake = "explorer.rollout_model.engine_type=fake trainer.trainer_type=fake monitor.monitor_type=none"
-    fake += " project=rftdask name=demo cluster.interface=lo"
+    fake += " project=rftdask name=demo cluster.interface=lo trainer.total_steps=1000"  # until it is cancelled
     shell(f"rftdask init run.yaml --tasks {tmp_path}/tasks.jsonl --model none --slurm main --yes", tmp_path)
     shell(f"rftdask validate run.yaml {fake}", tmp_path)
     try:

@@ -38,7 +38,8 @@ def trained(gangs: dict[int, Ranks], model: str, strategy: str, away: bool) -> t
     return sha256(b"".join(files[name] for name in sorted(files))).hexdigest(), stayed
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_ranks_that_left_their_device_go_on_to_the_bit(tmp_path: Path, strategy: str) -> None:
     build_toy_model(tmp_path / "model", hidden_size=18, intermediate_size=33, num_layers=2, num_heads=3)
     for name in ("away", "there"):

@@ -286,6 +286,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.long
 def test_a_rank_loads_only_its_part_of_the_weights(small: str, large: str, tmp_path: Path) -> None:
     tensor, layer = 4 * HIDDEN * INNER, 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
     for found in run_ranks(4, tmp_path, load_large, small, large):
