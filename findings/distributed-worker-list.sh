@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Expected: Client.scheduler_info(n_workers=-1) returns all workers. The documentation says so for synchronous clients.
-# Happens:  sometimes it returns none, with the right number of them beside. The client also asks the scheduler itself
-#           every two seconds, without workers, and returns whichever answer came last.
+# Happens:  sometimes the list is empty, although the same answer counts the workers correctly. The client also sends
+#           its own request every two seconds, for zero workers, and returns the answer that came last.
 # Hurts:    programs that look up a worker by its name, or scale a cluster by the length of the list: once in a while
-#           all workers seem lost, and on a busy machine more often.
-# Seen:     distributed 2026.7.1, November 2026; the client asks itself more often here, to show it in seconds.
+#           all workers seem lost.
+# Seen:     distributed 2026.7.1, November 2026; the interval is a millisecond here, so that it happens within seconds.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

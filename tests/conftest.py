@@ -149,7 +149,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects tests, and before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    leaves_out_extras = "extras" not in config.option.markexpr
+    leaves_out_extras = "extras" not in config.option.markexpr  # `make long` names it, and so runs them
     for item in items:
         if leaves_out_extras and item.get_closest_marker("extras"):
             # Skipped, not deselected, so that the summary counts them, even if the packages are installed.

@@ -112,7 +112,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
     worker = get_worker()
     if worker.address != address:
         # Submitted with allow_other_workers, since a task that is bound to a dead worker would wait forever.
-        raise ProcessLostError(f"rank {spec.rank} was meant for {address}, which is gone; this is {worker.address}")
+        raise ProcessLostError(f"rank {spec.rank} was meant for {address}, but Dask placed it on {worker.address}")
     is_cancelled = make_cancel_check()
     serve_blocks(worker)  # of weights that the rank holds in memory
     # gloo and NCCL have no authentication, so they are bound to one interface; the user's values win.

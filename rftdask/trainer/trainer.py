@@ -427,7 +427,7 @@ class Trainer:
         # Regardless of the interval: later explorers and evaluations need the last weights.
         if self.ranks.broadcast(self.publish_due is not None and self._published < step):
             self._publish(step)
-        # Engines that start later can no longer request it in full, if the deltas that it needs are damaged.
+        # In full, because an engine that finds a damaged delta later has no trainer to request it from.
         self._publish_whole(self._published)
         if unsaved := step > self._saved:
             self._save(step, last=True, interim=stopped)

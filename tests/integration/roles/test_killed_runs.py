@@ -99,10 +99,10 @@ def test_a_run_whose_deltas_are_damaged_ends_the_same(folder: Path, config: Path
             with contextlib.suppress(OSError):  # removed meanwhile
                 if len(seen) % 2:
                     file.unlink()
-                    continue
-                data = bytearray(file.read_bytes())
-                data[len(data) // 2] ^= 1
-                file.write_bytes(data)
+                else:
+                    data = bytearray(file.read_bytes())
+                    data[len(data) // 2] ^= 1
+                    file.write_bytes(data)
         return run.process.poll() is not None or runs.num_steps(folder) == STEPS
 
     with start(config, DELTAS) as run:

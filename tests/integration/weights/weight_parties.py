@@ -77,7 +77,7 @@ def give_blocks() -> str:
 
 
 def give_nothing(dask_worker: Worker) -> None:
-    """Give no block to anyone, in the next run too, until `reconnect` is called."""
+    """Give no block to anyone from the next start of a run until `reconnect` is called."""
 
     async def answer(**asked: object) -> dict[str, None]:
         return {"block": None}
@@ -95,6 +95,7 @@ def reach_no_rank(dask_worker: Worker) -> None:
 
 
 def reconnect(dask_worker: Worker) -> None:
+    """Undo `give_nothing` and `reach_no_rank`."""
     vars(process_group)["_store_of_another"] = _store_of_another
     vars(dask_tree)["_answer"] = _answer
     serve_blocks(dask_worker)
