@@ -25,10 +25,12 @@ import typer
 from rftdask.cli.app import EXIT_FAILED
 from rftdask.cli.common import ConfigFile, say
 from rftdask.cli.submit import plan_submission
+from rftdask.cluster.batch_cluster import submitted_jobs
+from rftdask.cluster.driver_script import PATIENCE_S
 from rftdask.cluster.slurm import SlurmCluster
 from rftdask.config import Config, load_config
 from rftdask.driver.preflight import check_inputs
-from rftdask.errors import DataError, UserError
+from rftdask.errors import DataError, FencedError, UserError
 from rftdask.reports.run_reader import StageReader, open_stages
 from rftdask.run.input_fingerprints import check_inputs_unchanged
 from rftdask.run.run_folder import read_end
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 SEED = "seed"
 TABLE, CHART = "sweep.csv", "sweep.svg"
 MAX_RUNS = 1000
+_OPTIONS = ("--progress", "none", "--exit-with-parent", "--patience", str(PATIENCE_S))
+"""Options of each run: it ends with a sweep that is killed, and the next sweep waits for that."""
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
@@ -178,7 +182,7 @@ def run_sweep(path: str, points: Sequence[Point], at_most: int, say: Callable[[s
             return 0
         say(f"{point.config.name} begins")
         # Separate processes, so that Ctrl-C in a terminal reaches all of them.
-        command = [sys.executable, "-m", "rftdask", "run", path, *point.overrides, "--progress", "none"]
+        command = [sys.executable, "-m", "rftdask", "run", path, *point.overrides, *_OPTIONS]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last_lines = "\n".join(done.stderr.strip().splitlines()[-5:])
@@ -197,19 +201,26 @@ def run_sweep(path: str, points: Sequence[Point], at_most: int, say: Callable[[s
 def submit_sweep(points: Sequence[Point], at_most: int, say: Callable[[str], None]) -> None:
     """Submit unfinished runs to SLURM. Each run waits until the run `at_most` before it has ended or failed.
 
-    Raises: as `rftdask submit`; runs that are already submitted stay.
+    Raises: as `rftdask submit`, except that runs that are already submitted are kept.
     """
     jobs: list[str] = []
     for point in points:
-        if read_end(open_storage(point.config.checkpoint_job_dir)) == "finished":
+        storage = open_storage(point.config.checkpoint_job_dir)
+        if read_end(storage) == "finished":
             continue
-        submission = plan_submission(point.config)
-        stages = point.config.stage_configs()
-        # Checked for each run, since an axis may vary the model or the taskset.
-        fingerprints = check_inputs_unchanged(stages, check_inputs(stages, elsewhere=True))
-        [job] = submission.submit(fingerprints, after=jobs[-at_most] if len(jobs) >= at_most else None)
-        say(f"submitted {point.config.name} as job {job.job_id}")
-        jobs.append(job.job_id)
+        try:
+            submission = plan_submission(point.config)
+            stages = point.config.stage_configs()
+            # Checked for each run, since an axis may vary the model or the taskset.
+            fingerprints = check_inputs_unchanged(stages, check_inputs(stages, elsewhere=True))
+            [job] = submission.submit(fingerprints, after=jobs[-at_most] if len(jobs) >= at_most else None)
+            say(f"submitted {point.config.name} as job {job.job_id}")
+            jobs.append(job.job_id)
+        except FencedError:
+            if not (submitted := submitted_jobs(storage)):
+                raise
+            say(f"{point.config.name} is already submitted as job {', '.join(submitted)}")
+            jobs += submitted
 
 
 def _stages(point: Point) -> list[StageReader]:

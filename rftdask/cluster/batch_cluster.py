@@ -330,6 +330,11 @@ class BatchCluster(RemoteWorkersCluster):
         """
 
     @classmethod
+    def find_submitted(cls, config: Config, folder: SecretsDir) -> list[JobRecord]:
+        """Submitted scripts of the folder that the batch system still has; empty if it cannot tell."""
+        return []
+
+    @classmethod
     def check_scripts(cls, plan: ScriptPlan) -> None:
         """Test the scripts with the batch system. Raises: UserError: it would refuse a script."""
         return
@@ -612,15 +617,19 @@ def states_of(jobs: Sequence[JobRecord]) -> dict[str, str]:
     return alive
 
 
+def submitted_jobs(storage: Storage) -> dict[str, str]:
+    """States by id of the drivers of a run that are queued or run. Only drivers count, since the next driver takes over
+    jobs of workers.
+    """
+    return states_of(read_jobs(storage, SUBMITTED_FILE))
+
+
 def check_not_submitted(storage: Storage) -> None:
     """Raises: FencedError: a driver of the run is queued or runs."""
-    # Only drivers count, since the next driver takes over jobs of workers.
-    jobs = read_jobs(storage, SUBMITTED_FILE)
     # Queued drivers count as well, because the second driver of a run would fail.
-    if alive := states_of(jobs):
-        drivers = ", ".join(
-            f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive
-        )
+    if alive := submitted_jobs(storage):
+        names = {job.job_id: job.name for job in read_jobs(storage, SUBMITTED_FILE)}
+        drivers = ", ".join(f"{names[job_id]} is job {job_id}, {state}" for job_id, state in alive.items())
         raise FencedError(f"{storage.url} is submitted already: {drivers}; rftdask cancel {storage.url} ends it")
 
 

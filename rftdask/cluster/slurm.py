@@ -347,6 +347,17 @@ class SlurmCluster(BatchCluster):
         return list(jobs.values())
 
     @classmethod
+    def find_submitted(cls, config: Config, folder: SecretsDir) -> list[JobRecord]:
+        """Jobs of the user whose script is in the folder, without the jobs of workers."""
+        rows = (line.split(maxsplit=1) for line in call("squeue", "--noheader", "--me", "--format=%F %o").splitlines())
+        names = {job_id: Path(path).stem for job_id, path in rows if Path(path).parent == folder.path}
+        return [
+            cls.record(config, name.partition("-")[0], name, job_id)
+            for job_id, name in names.items()
+            if name not in ROLES
+        ]
+
+    @classmethod
     def check_scripts(cls, plan: ScriptPlan) -> None:
         """Test each script with SLURM. Raises: UserError: SLURM would refuse a script."""
         for script in (*plan.scripts, *plan.worker_scripts):

@@ -25,7 +25,7 @@ from rftdask.processes.dask_task import workers_of
 from rftdask.run.lease import lease_holder
 from rftdask.storage import open_storage
 from tests import living
-from tests.integration.run_cases import assert_sound, call_cli, num_shards, num_steps, write_config
+from tests.integration.run_cases import RunProcess, assert_sound, call_cli, num_shards, num_steps, write_config
 
 DEADLINE_S = 300.0
 CHAOS = Path(__file__).parents[3] / "benchmarks" / "chaos.py"
@@ -261,10 +261,39 @@ def test_a_sweep_submits_every_run_and_at_most_so_many_at_a_time(tmp_path: Path)
     try:
         told = [call("squeue", "--noheader", "--format=%E", "--jobs", job_id).strip() for job_id in jobs[2:]]
         assert [re.sub(r"\(.*\)", "", text) for text in told] == [f"afterany:{job_id}" for job_id in jobs[:-2]]
+        again = call_cli(*sweep, "--at-most", "2")
+        assert again.code == 0 and re.findall(r"as job (\d+)", again.err)[-2:] == jobs[-2:], "kept, not submitted twice"
         wait_until(lambda: not SlurmCluster.states(jobs), "the end of the sweep")
         assert call_cli(*sweep, "--table").out.count("finished") == 4
     finally:
         SlurmCluster.cancel(*jobs)
+
+
+SBATCH = """#!/bin/bash
+{sbatch} "$@" || exit
+[ "${{1}}" = --test-only ] || kill -KILL $PPID
+"""
+"""sbatch whose caller is killed as soon as the job is queued."""
+
+
+def test_a_killed_submit_leaves_one_job_that_the_same_command_finds(
+    tmp_path: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    wrapper = tmp_path / "bin" / "sbatch"
+    wrapper.write_text(SBATCH.format(sbatch=shutil.which("sbatch")))
+    wrapper.chmod(0o755)
+    submit = ("submit", str(demo.config))
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+        with RunProcess(*submit) as killed:
+            assert killed.end().code == -signal.SIGKILL
+    assert not demo.jobs(), "the job is not recorded"
+    again = call_cli(*submit)
+    assert again.code == 2 and "is submitted already: controller is job" in again.err, again
+    assert len(demo.alive("controller")) == 1
+    assert call_cli("cancel", str(demo.folder)).code == 0
+    demo.wait_for_end()
 
 
 CONTAINER = """#!/bin/bash

@@ -11,7 +11,7 @@ from jupyter_client.manager import KernelManager, start_new_kernel
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
-CELL_DEADLINE_S = 240
+CELL_DEADLINE_S = 400
 SHOWN = {"steer_a_run.ipynb": "application/vnd.jupyter.widget-view+json"}
 """Outputs in addition to curves, if not tables."""
 FEW_STEPS = {

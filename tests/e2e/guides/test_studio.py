@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.guides.browser import LAPTOP, PHONE, Chromium, require_chromium
-from tests.integration.run_cases import RunProcess, run_folder, write_config
+from tests.integration.run_cases import DEADLINE_S, RunProcess, run_folder, write_config
 
-DEADLINE_S = 150.0
-NUM_STEPS = 150
+NUM_STEPS = 100
 """Steps of the running run: enough to stop it halfway."""
 NUM_POINTS = "(window.curves.data.runs[0].stages[0].x.trainer?.step.length ?? 0)"
 """Number of points of the trainer's curves; no point exists when the page of a new run is drawn."""

@@ -17,7 +17,7 @@ from tests.e2e.guides.browser import Chromium
 from tests.e2e.guides.test_studio import studio
 from tests.e2e.toy_runs import build_tiny_model
 
-DEADLINE_S = 240.0
+DEADLINE_S = 400.0
 STATE = "document.querySelector('#started .chip')?.textContent"
 """JavaScript for the command that was started last."""
 ALWAYS_WRONG = '''

@@ -23,7 +23,7 @@ WALKS = (
 )
 SAME_AGAIN = {("zh/quickstart.md",)}
 """Pages that repeat others in another language."""
-DEADLINE_S = 400
+DEADLINE_S = 600
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:

@@ -3,6 +3,7 @@ the killed runs publish most of them as deltas, or hold them in memory and write
 """
 
 import contextlib
+import glob
 import random
 import time
 from collections.abc import Iterator
@@ -94,7 +95,8 @@ def test_a_run_whose_deltas_are_damaged_ends_the_same(folder: Path, config: Path
     seen = set[Path]()
 
     def has_ended() -> bool:
-        for file in set(folder.glob("weights/*/*.delta")) - seen:
+        # Unlike pathlib, glob accepts folders that are removed meanwhile.
+        for file in {Path(file) for file in glob.iglob(f"{folder}/weights/*/*.delta")} - seen:
             seen.add(file)
             with contextlib.suppress(OSError):  # removed meanwhile
                 if len(seen) % 2:

@@ -1,5 +1,6 @@
 """Promises of `rftdask sweep`: every combination is a separate run, and table and chart show its state."""
 
+import contextlib
 import csv
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from rftdask.cli.sweep import Outcome, plan_sweep, render_table, values_of
 from rftdask.errors import ConfigError, UserError
-from tests.integration.run_cases import call_cli, write_config
+from tests.integration.run_cases import RunProcess, assert_sound, call_cli, num_steps, write_config
 
 
 @pytest.mark.parametrize(
@@ -86,3 +87,20 @@ def test_a_sweep_runs_continues_and_reports(tmp_path: Path) -> None:
     assert (folder / "sweep.svg").read_text().count("<path") > 2
     again = call_cli(*sweep)
     assert again.code == 0 and "begins" not in again.err, "finished runs are kept"
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_is_continued_by_the_same_command(tmp_path: Path) -> None:
+    """A run ends with a killed sweep; the next sweep waits for that and continues the run."""
+    settings = ("trainer.total_steps=100", "synchronizer.sync_offset=0", "explorer.eval_interval=1000")
+    sweep = ("sweep", str(write_config(tmp_path)), "seed=0..1", *settings)
+    folders = [tmp_path / "runs" / "rftdask" / "fake" / f"seed-{seed}" for seed in range(2)]
+    with contextlib.ExitStack() as ends:
+        for folder, step in zip(folders, (3, 4), strict=True):
+            killed = ends.enter_context(RunProcess(*sweep))
+            killed.wait_until(lambda folder=folder, step=step: num_steps(folder) >= step)  # type: ignore[misc]
+            killed.process.kill()
+        ended = ends.enter_context(RunProcess(*sweep)).end(code=0)
+    assert ended.out.count("finished") == 2, ended
+    for folder in folders:
+        assert assert_sound(folder)["step"] == 100
