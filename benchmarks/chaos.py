@@ -173,8 +173,9 @@ def kill_in_phases(run: LocalRun, kinds: Sequence[str], rng: random.Random) -> N
             phase = rng.choice(PHASES[1:])
             wait_until(has_started, SILENCE_S, "the end of the start", run.look_s)
         wait = partial(_wait_for_phase, run, phase)
+        before = len(run.strikes)
         wait_until(partial(_has_struck_or_ended, run, kind, rng, wait), SILENCE_S, f"a living {kind}", run.look_s)
-        if run.ended() is None:
+        if len(run.strikes) > before:  # a killed driver has ended, and is started again
             run.recover(kind)
     wait_until(lambda: run.ended() is not None, 10 * SILENCE_S, "the end of the run", run.look_s)
 

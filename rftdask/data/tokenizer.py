@@ -222,14 +222,19 @@ def load_tokenizer(config: Config) -> Tokenizer:
     except Exception as error:  # a damaged file may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DataError(f"model.model_path {path!r} has no usable tokenizer: {reason}") from error
-    if config.model.custom_chat_template is not None:
-        tokenizer.chat_template = config.model.custom_chat_template
-    elif config.model.chat_template_path is not None:
-        file = Path(config.model.chat_template_path)
-        if not file.is_file():
-            raise DataError(f"model.chat_template_path {str(file)!r} does not exist")
-        tokenizer.chat_template = file.read_text()
+    if (template := configured_template(config)) is not None:
+        tokenizer.chat_template = template
     return with_thinking(tokenizer, config.model.enable_thinking)
+
+
+def configured_template(config: Config) -> str | None:
+    """Chat template that replaces the tokenizer's; None: no replacement. Raises: DataError: its file is missing."""
+    if config.model.custom_chat_template is not None or config.model.chat_template_path is None:
+        return config.model.custom_chat_template
+    file = Path(config.model.chat_template_path)
+    if not file.is_file():
+        raise DataError(f"model.chat_template_path {str(file)!r} does not exist")
+    return file.read_text()
 
 
 def read_tokenizer(model: str, trust_remote_code: bool) -> Any:

@@ -18,6 +18,7 @@ from safetensors.torch import load
 from rftdask.buffer.batches.ledger import lineage_of
 from rftdask.config import Config
 from rftdask.data.hub import is_model_name
+from rftdask.data.tokenizer import configured_template
 from rftdask.errors import DataError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, add_adapter, load_adapter, merged, settings_of
 from rftdask.reports.run_reader import open_stages
@@ -69,7 +70,10 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
         whole = Path(folder) / "whole"
         whole.mkdir()
         if merge_lora:
-            _write_model(_model_of(storage, config), config, files, whole)
+            model = _model_of(storage, config)
+            # A model of the run already has the template of the run, whose file may be gone.
+            template = None if model.startswith(storage.url) else configured_template(config)
+            _write_model(model, config, files, whole, template)
         elif config.model.lora_configs:
             for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
                 (whole / name).write_bytes(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}"])
@@ -114,7 +118,7 @@ def _model_of(storage: Storage, config: Config) -> str:
     return next((str(place) for place in places if (place / "config.json").is_file()), path)
 
 
-def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: Path) -> None:
+def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: Path, template: str | None) -> None:
     trust = config.model.trust_remote_code
     trained = {name: tensor for file in model_files(files) for name, tensor in load(files[file]).items()}
     model, tokenizer = load_policy(
@@ -132,7 +136,7 @@ def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: 
             differ = f"missing {missing}, unexpected {sorted(unexpected)}"
             raise DataError(f"the checkpoint does not fit the model {path}: {differ}; is it the model of this run?")
     dtype = dtype_at_rest(path, trust_remote_code=trust, offline=True)
-    export_hf(model, tokenizer, folder, dtype=dtype, files=read_only_files(path))
+    export_hf(model, tokenizer, folder, dtype=dtype, files=read_only_files(path, template))
 
 
 def push(run: str, repo: str, *, step: int | None = None, private: bool = True, merge_lora: bool = True) -> str:

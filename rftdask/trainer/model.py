@@ -446,12 +446,17 @@ def dtype_at_rest(model_path: str, *, trust_remote_code: bool = False, offline: 
     return dtype
 
 
-def read_only_files(model_path: str) -> dict[str, bytes]:
+def read_only_files(model_path: str, template: str | None = None) -> dict[str, bytes]:
     """Return the files that training does not change: configurations, tokenizer, chat template, code. Call it after the
-    model is loaded, which downloads a model of the Hub."""
+    model is loaded, which downloads a model of the Hub.
+
+    Args: template: chat template of the run, which replaces that of the tokenizer.
+    """
     source = Path(local_model(model_path))
-    files = {file for pattern in _READ_ONLY for file in source.glob(pattern) if file.is_file()}
-    return {file.name: file.read_bytes() for file in sorted(files)}
+    found = {file for pattern in _READ_ONLY for file in source.glob(pattern) if file.is_file()}
+    files = {file.name: file.read_bytes() for file in sorted(found)}
+    # transformers and vLLM prefer this file to the template in tokenizer_config.json.
+    return files | ({} if template is None else {"chat_template.jinja": template.encode()})
 
 
 def export_hf(

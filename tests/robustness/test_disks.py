@@ -183,6 +183,32 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes(make_disk: Callable
 
 
 @pytest.mark.slow
+def test_a_run_whose_disk_becomes_read_only_ends_and_resumes(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
+    """As a file system does that has found an error in itself."""
+    plain, config = runs.write_config(tmp_path / "plain"), runs.write_config(tmp_path)
+    settings = ("trainer.total_steps=40", "synchronizer.sync_style=fixed")
+    runs.finish(plain, *settings)
+    folder = runs.run_folder(config)
+    disk = make_disk(tmp_path / "runs", 90 << 10, full=False)
+    make_disk(folder / "log", 1 << 10, full=False)  # a file that is open for writing prevents the change
+
+    def becomes_read_only() -> bool:
+        return not subprocess.run(["mount", "-o", "remount,ro", str(disk.folder)], capture_output=True).returncode
+
+    with runs.RunProcess("run", str(config), *settings, "--progress", "plain") as run:
+        run.wait_until(lambda: runs.num_steps(folder) > 5)
+        run.wait_until(becomes_read_only)
+        ended = run.end(code=1)
+    assert ended.err.startswith("error: ") and ended.err.count("\n") == 1 and READ_ONLY in ended.err, ended
+    again = runs.call_cli("run", str(config), *settings)
+    assert again.code == 2 and READ_ONLY in again.err, again
+    subprocess.run(["mount", "-o", "remount,rw", str(disk.folder)], check=True)
+    runs.finish(config, *settings)
+    runs.assert_sound(folder)
+    assert runs.final_weights(folder) == runs.final_weights(runs.run_folder(plain))
+
+
+@pytest.mark.slow
 def test_a_server_on_a_full_disk_keeps_its_sessions(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
     config = runs.write_config(tmp_path)
     disk, folder = make_disk(tmp_path / "runs", 8 << 10, full=False), runs.run_folder(config)

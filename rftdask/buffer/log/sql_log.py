@@ -31,13 +31,13 @@ from rftdask.buffer.log.shard import Part, ShardName
 from rftdask.data.database import database_url, open_engine, shown
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage
-from rftdask.storage.base import Patience
+from rftdask.storage.base import MAX_TRIES, Patience
 
 FILE = "experiences.sqlite"
 """Default database, in the run folder."""
 _MARKER = "DATABASE.json"
 _BUSY_S = 30  # Seconds that a SQLite writer waits for another; a commit takes milliseconds.
-_MAX_TRIES = 5  # Tries of a transaction while the database is busy or the connection is lost.
+_MAX_TRIES = 5  # Tries of a transaction in SQLite, which waits by itself, and of the check before a run starts.
 _CREATE_LOCK = 7_237_231  # Id of the PostgreSQL advisory lock for creating tables: an arbitrary constant.
 _DTYPES = {pa.int16(): "<i2", pa.int32(): "<i4", pa.float32(): "<f4"}  # Element types of arrays in blobs.
 
@@ -136,7 +136,7 @@ class SqlLog(ExperienceLog):
     def check(self) -> None:
         """Query a server. For SQLite do nothing: a query would create the file."""
         if self._engine.dialect.name != "sqlite":
-            self._run("check", lambda connection: connection.execute(sa.select(1)))
+            self._run("check", lambda connection: connection.execute(sa.select(1)), max_tries=_MAX_TRIES)
 
     def commit(
         self, experiences: Sequence[Experience], *, explore_step: int, unit: int, part: Part | None = None
@@ -292,8 +292,8 @@ class SqlLog(ExperienceLog):
             self._storage.put_new(f"{self.folder}/{_MARKER}", json.dumps({"log": uuid.uuid4().hex}).encode())
         return self._find_log()
 
-    def _run(self, verb: str, work: _Work[_Result], write: bool = False) -> _Result:
-        """Run `work` in one transaction; retry while the database is busy or unreachable.
+    def _run(self, verb: str, work: _Work[_Result], write: bool = False, max_tries: int = MAX_TRIES) -> _Result:
+        """Run `work` in one transaction; retry while the database is busy or unreachable, for about a minute.
 
         Raises: IntegrityError: a unique constraint is violated; StorageError.
         """
@@ -302,15 +302,19 @@ class SqlLog(ExperienceLog):
             with self._engine.connect().execution_options(rftdask_write=write) as connection, connection.begin():
                 return work(connection)
 
-        patience = Patience(verb, lambda error: isinstance(error, OperationalError), max_tries=_MAX_TRIES)
+        if self._engine.dialect.name == "sqlite":
+            max_tries = _MAX_TRIES
+        patience = Patience(
+            f"{verb} in {self._where()}", lambda error: isinstance(error, OperationalError), max_tries=max_tries
+        )
         try:
             return patience.call(once)
         except IntegrityError:
             raise
         except SQLAlchemyError as error:
             raise StorageError(
-                f"{verb} in {self._where()} failed: {str(error).partition(chr(10))[0]}; check that the database of "
-                "the run exists and that this user may write to it"
+                f"{verb} in {self._where()} failed ({patience.tries} tries): {str(error).partition(chr(10))[0]}; check "
+                "that the database of the run can be reached and that this user may write to it"
             ) from error
 
     def _where(self) -> str:

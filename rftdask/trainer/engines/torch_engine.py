@@ -31,6 +31,7 @@ from rftdask.buffer.batches.ledger import parent_storage, read_parent
 from rftdask.config import Config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.data.images import ImageProcessor
+from rftdask.data.tokenizer import configured_template
 from rftdask.errors import DataError, UserError
 from rftdask.models import lora as adapters
 from rftdask.models.host_copy import HostCopy
@@ -166,7 +167,9 @@ class TorchEngine(TrainEngine):
         self._published_dtype = torch.float32 if self._lora is not None else getattr(torch, engine_dtype)
         self._dtype_at_rest = policies.dtype_at_rest(self._path, trust_remote_code=trusted)
         # Read now: the folder may be gone when the run ends.
-        self._read_only_files = policies.read_only_files(self._path) if self._ranks.is_rank0 else {}
+        self._read_only_files = (
+            policies.read_only_files(self._path, configured_template(config)) if self._ranks.is_rank0 else {}
+        )
         self._check_export()
         self._adapter_settings = {} if self._lora is None else adapters.begin(self._model, self._lora)
         # Tensor names in the model -> in the adapter file; empty if all weights are trained.

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from rftdask.cli.app import app
 from rftdask.config import Config, load_config
+from rftdask.config import replace as config_with
 from rftdask.driver.convert import convert
 from rftdask.errors import UserError
 from rftdask.models.toy import build_toy_model
@@ -139,6 +140,25 @@ def test_files_that_are_only_read_are_copied_unchanged(small: str, tmp_path: Pat
     assert len(names) == 5
     for name in sorted(names):
         assert exported[name] == (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes(), name
+
+
+def test_a_model_has_the_chat_template_of_its_run(small: str, tmp_path: Path) -> None:
+    """Not that of the model that it began as, with which it was never prompted."""
+    file = tmp_path / "own.jinja"
+    file.write_text("own: {{ messages[0].content }}")
+    engine = trainer(small, None, model__chat_template_path=str(file))
+    config = config_with(make_config(small, tmp_path, lora=False), {"model.chat_template_path": str(file)})
+    storage = open_storage(config.checkpoint_job_dir)
+    open_run(storage, config)
+    Checkpoints(storage, "main").save(1, engine.state_files(), {})
+    convert(config.checkpoint_job_dir, tmp_path / "first")
+    exported = {f"{HF_FOLDER}/{name}": data for name, data in engine.export_files().items()}
+    Checkpoints(storage, "main").save(2, engine.state_files() | exported, {})
+    file.unlink()
+    convert(config.checkpoint_job_dir, tmp_path / "second")
+    for name in ("first", "second"):
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "own: hi"
 
 
 def test_adapters_are_written_in_peft_layout(small: str, tmp_path: Path) -> None:

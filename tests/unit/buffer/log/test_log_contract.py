@@ -6,6 +6,7 @@ import os
 import pickle
 import sqlite3
 import struct
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +115,28 @@ KINDS = ("memory-parquet", "local-parquet", "local-jsonl", "sqlite", "s3-parquet
 @pytest.fixture(params=KINDS)
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     return make_backend(request.param, tmp_path, request)
+
+
+@pytest.mark.slow
+def test_a_database_that_is_away_for_seconds_is_waited_for(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The server on this machine refuses connections and closes those that are open, as while it starts again."""
+    backend = make_backend("postgresql", tmp_path, request)
+    assert isinstance(backend, Database) and backend.url
+    host = str(sa.make_url(backend.url).query.get("host", ""))
+    if not (sockets := list(Path(host).glob(".s.PGSQL.*[0-9]"))):
+        pytest.skip(f"the socket of the server is not in {host or 'a folder'}")
+    [socket] = sockets
+    away, log = socket.with_name("away"), backend.open()
+    first = log.commit([experience(0)], explore_step=1, unit=0)
+    engine = sa.create_engine(backend.url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.connect() as connection:
+        socket.rename(away)
+        threading.Timer(4.0, away.rename, (socket,)).start()
+        others = "select pg_terminate_backend(pid) from pg_stat_activity where pid <> pg_backend_pid()"
+        connection.execute(sa.text(f"{others} and usename = current_user"))
+        second = log.commit([experience(0)], explore_step=1, unit=1)
+    engine.dispose()
+    assert socket.exists() and backend.open().shards() == [first, second]
 
 
 class TestLog:
