@@ -78,6 +78,11 @@ def warn_of_learning(trainer: Sequence[Row], explorer: Sequence[Row]) -> dict[st
         ):
             if (measured := values(last, name)) and (share := fmean(measured)) > _MAX_LOST:
                 problems[name] = f"{share:.0%} of the rollouts of the last {len(last)} explore steps {name}: {advice}"
+        if unpaid := sum(values(last, "unpaid_truths")):
+            problems["unpaid_truths"] = (
+                f"{unpaid:.0f} responses of the last {len(last)} explore steps equal the expected answer and got the "
+                "lowest reward: check the reward; studio and report mark them"
+            )
     # The trainer may be some steps behind the explorer.
     if len(last := trainer[-WINDOW:]) < _MIN_STEPS:
         return problems

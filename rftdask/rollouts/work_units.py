@@ -171,6 +171,7 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
     branch_sums: dict[str, float] = defaultdict(float)
     reports: dict[str, list[float]] = defaultdict(list)  # values of a metric, one for each rollout that reports it
     row_metric_sums: dict[str, float] = defaultdict(float)
+    rewards_of_truths: list[float] = []
     for (group_id, _), rows in rows_by_rollout.items():
         num_by_status[rollout_status(rows)] += 1
         counts["sampled_tokens"] += sum(map(num_sampled_tokens, rows))
@@ -188,6 +189,8 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
                     reports[name].append(value)
         if trained and (reward := trained[0].reward) is not None:
             rewards_by_group[group_id].append(reward)
+            if trained[0].equals_truth:
+                rewards_of_truths.append(reward)
     # Each task has `repeat_times` samples, then its greedy baseline if any; times are in this order.
     per_task = unit.repeat_times + unit.greedy_baseline
     times = [times for number, times in enumerate(outcome.times) if number % per_task < unit.repeat_times]
@@ -224,6 +227,8 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
         "truncated": num_by_status[Status.TRUNCATED],
     }
     sums.put(own, "rewarded")
+    if rewards and (unpaid := rewards_of_truths.count(min(rewards))) and min(rewards) < max(rewards):
+        sums.put({"unpaid_truths": unpaid})
     sums.put({"failed": sum(num_by_status[status] for status in _FAILURES)}, "rollouts")
     num_bytes = sum(
         4 * len(e.tokens) + 4 * len(e.rollout_logprobs) + len(e.prompt_text) + len(e.response_text) + len(e.truth)

@@ -151,6 +151,11 @@ class Experience:
         # Not by `group_id`: this is computed for every row of a shard.
         return f"{self.taskset}/{self.epoch}/{self.task_index}/{self.rollout}/{self.turn}"
 
+    @property
+    def equals_truth(self) -> bool:
+        """True if a complete response is the reference answer, except for blanks around it."""
+        return self.status is Status.OK and self.response_text.strip() == self.truth.strip() != ""
+
     def __eq__(self, other: object) -> bool:
         """Compare the values of every field, in arrays or in other sequences."""
         if not isinstance(other, Experience):

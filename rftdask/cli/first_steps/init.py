@@ -55,6 +55,11 @@ def init(
     place = f"partition {slurm}" if slurm else f"this machine and its {num_gpus} GPUs" if num_gpus else "this machine"
     say(f"wrote {path}, for {place}; its plan is\n")
     say(make_plan(checked).render())
+    if Path(first.tasks).is_file():
+        from rftdask.driver.preflight import rewards_of_truths  # late: heavy
+
+        for line in rewards_of_truths(checked.stage_configs()):
+            say(line)
     say("\nNext commands")
     for purpose, command in first.next_commands(path):
         say(f"  # {purpose}\n  {command}")

@@ -216,7 +216,8 @@ class Browser:
     @cached_property
     def rows(self) -> pd.DataFrame:
         """One line per line of `states`, without tokens: columns of the tables, `response_length` in tokens, `surprise`
-        (mean logprob of the response), and `group`, the key of the rows of one task.
+        (mean logprob of the response), `unpaid` (the response is the expected answer, with the lowest reward of its
+        shard), and `group`, the key of the rows of one task.
         """
         states = self._states.drop_columns(["uid"]).to_pandas().astype({"step": "Int64"})
         return answer_rows(self._experiences).merge(states, how="left", on=PLACE)
@@ -241,6 +242,12 @@ def answer_rows(table: pa.Table) -> pd.DataFrame:
     frame["surprise"] = [sum(values) / count if count else math.nan for values, count in logprobs]
     groups = frame[_GROUP].astype(str)
     frame["group"] = groups["taskset"] + "/" + groups["epoch"] + "/" + groups["task_index"]
+    # As the metric unpaid_truths.
+    rewards = frame.groupby("shard")["reward"]
+    lowest, highest = rewards.transform("min"), rewards.transform("max")
+    truths = frame["truth"].fillna("").str.strip()
+    is_truth = (truths != "") & (frame["response_text"].fillna("").str.strip() == truths) & (frame["status"] == "ok")
+    frame["unpaid"] = is_truth & (frame["reward"] == lowest) & (lowest < highest)
     return frame
 
 

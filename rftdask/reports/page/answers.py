@@ -45,6 +45,8 @@ class TaskRow:
     """One per column of the table; None if the task has no answers at these steps."""
     answer: str
     """One of the newest answers."""
+    num_unpaid: int = 0
+    """Answers at all steps that equal the expected answer and got the lowest reward of their shard."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def task_table(rows: pd.DataFrame, *, order: str = "", first: int = 0, size: int
         wide = wide.loc[by.sort_values(ascending=order != "gained", kind="stable").index]
     newest = rows.sort_values(["explore_step", "rollout"], ascending=[False, True], kind="stable")
     texts = newest.drop_duplicates(keys).set_index(keys)[["prompt_text", "truth", "response_text", "error"]]
-    task_rows = []
+    task_rows, unpaid = [], rows.groupby(keys)["unpaid"].sum()
     for key, values in wide.iloc[first : first + size].iterrows():
         counts = sizes.loc[key]
         cells = [
@@ -94,7 +96,7 @@ def task_table(rows: pd.DataFrame, *, order: str = "", first: int = 0, size: int
         ]
         stage, taskset, task = key
         prompt, truth, response, error = (str(text or "") for text in texts.loc[key])
-        task_rows.append(TaskRow(stage, taskset, task, prompt, truth, cells, response or error))
+        task_rows.append(TaskRow(stage, taskset, task, prompt, truth, cells, response or error, int(unpaid.loc[key])))
     low, high = float(rows["reward"].min()), float(rows["reward"].max())
     low, high = (0.0, 1.0) if np.isnan(low) else (min(low, 0.0), max(high, 1.0))
     return TaskTable(columns, task_rows, len(wide), low, high)

@@ -151,6 +151,13 @@ def test_init_prompts_for_missing_answers(tmp_path: Path, monkeypatch: pytest.Mo
     assert not Path("b.yaml").exists()
 
 
+def test_init_shows_the_rewards_of_expected_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    ended = call_cli("init", "--yes", "--tasks", "tasks.jsonl")
+    assert ended.code == 0 and ": reward of the expected answer: 1 on 1 row" in ended.out, ended
+
+
 def test_bundled_files_are_described_and_copied(tmp_path: Path) -> None:
     files = bundled()
     assert {"config/sft.yaml", "examples/quickstart.py", "notebooks/quickstart.ipynb"} <= set(files)

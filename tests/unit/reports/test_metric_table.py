@@ -61,6 +61,11 @@ def test_warn_when_most_rollouts_fail_or_are_truncated(name: str) -> None:
     assert list(warnings) == [name] and warnings[name].startswith("75% of the rollouts of the last 5 explore steps")
 
 
+def test_warn_of_expected_answers_without_reward() -> None:
+    [(name, text)] = warn_of_learning([], [*WINDOW * [EXPLORES], {**EXPLORES, "unpaid_truths": 3.0}]).items()
+    assert name == "unpaid_truths" and text.startswith("3 responses of the last 5 explore steps equal the expected")
+
+
 def test_short_runs_odd_steps_and_stale_drift_cause_no_warning() -> None:
     assert warn_of_learning(2 * [{"reward": 0.0, "flat_groups": 1.0, "num_rows": 0.0}], 2 * [{"failed": 1.0}]) == {}
     assert warn_of_learning([*learning(), {"flat_groups": 1.0, "num_rows": 0.0, "reward": 0.0}], []) == {}

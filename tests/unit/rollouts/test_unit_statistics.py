@@ -61,6 +61,22 @@ def test_the_greedy_baseline_does_not_count_in_metrics() -> None:
     assert (metrics["num_rollouts"], metrics["reward"], metrics["rollout/generate_s"]) == (4, 0.0, 1.0)
 
 
+def test_expected_answers_with_the_lowest_reward_are_counted() -> None:
+    def answer(task: int, rollout: int, text: str, reward: float, **fields: Any) -> Experience:
+        return turn(task, rollout, 0, reward, 4, response_text=text, truth=f"{task} km", **fields)
+
+    answers = [
+        answer(0, 0, "0 km\n", 0.0),
+        answer(0, 1, "0 km", 0.5),
+        answer(1, 0, "1 km", 0.0, status=Status.TRUNCATED),
+        answer(1, 1, "1", 1.0),
+    ]
+    assert metrics_of(work_unit(0, 1), answers)["unpaid_truths"] == 1
+    # No reward is lower than the others, or no row has an expected answer.
+    assert "unpaid_truths" not in metrics_of(work_unit(0, 1), [replace(row, reward=0.0) for row in answers])
+    assert "unpaid_truths" not in metrics_of(work_unit(0, 1), [replace(row, truth="") for row in answers])
+
+
 def test_each_of_several_tasksets_has_its_own_mean_reward() -> None:
     turns = [turn(0, 0, 0, 1.0, 4), turn(0, 1, 0, 0.0, 4), turn(1, 0, 0, 0.5, 4)]
     assert not any(name.startswith("taskset/") for name in metrics_of(work_unit(0, 1), turns))

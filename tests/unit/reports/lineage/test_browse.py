@@ -33,6 +33,15 @@ def test_find_a_served_session_by_its_complete_name_only(case):
     assert uids(browser, task="ticket") == []
 
 
+def test_expected_answers_with_the_lowest_reward_are_marked(case):
+    """The truth of the case is A1. The second one has a reward that is not the lowest of its shard."""
+    answers = [experience(0, n, explore_step=3, response_text="A1 ", reward=r) for n, r in enumerate((0.0, 0.5, 1.0))]
+    name = ParquetLog(case.storage).commit(answers, explore_step=3, unit=0)
+    rows = Browser(case.url).rows
+    assert rows[rows["shard"] == name.text]["unpaid"].tolist() == [True, False, False]
+    assert not rows[rows["shard"] != name.text]["unpaid"].any(), "A1 has the highest reward there"
+
+
 def test_pages_are_cut_and_counted(case):
     browser = Browser(case.url)
     first, last = browser.page(Filter(), 1, size=10), browser.page(Filter(), 99, size=10)

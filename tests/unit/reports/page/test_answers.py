@@ -23,6 +23,7 @@ def rows_of(*answers: tuple[int, int, int, float | None]) -> pd.DataFrame:
         truth="",
         error="",
         status="ok",
+        unpaid=frame["reward"] < 0,
     )
 
 
