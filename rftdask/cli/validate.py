@@ -35,10 +35,11 @@ def validate(
     gpu: Gpu = "",
     origin: Origin = "",
     diff: Annotated[bool, typer.Option("--diff", help="Print the keys that are read differently")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print all keys with their values before the plan")] = False,
 ) -> None:
-    """Check a configuration, and print it with its plan.
+    """Check a configuration, and print its plan.
 
-    It prints the resolved configuration. The plan lists roles, workers, concurrent rollouts, steps and experiences.
+    The plan lists roles, workers, concurrent rollouts, steps and experiences.
     """
     checked = load_config(config, [*(overrides or []), *machine_settings(gpus, nodes)], origin=origin)
     # Before the warnings: a configuration with a mistake prints only the mistake.
@@ -52,7 +53,8 @@ def validate(
     if diff:
         say("\n".join(checked.changes) or "read as it is written")
         return
-    say(checked.to_yaml())
+    if full:
+        say(checked.to_yaml())
     stages = checked.stage_configs()
     # The GPUs of this machine do not matter to a run on other machines.
     num_gpus = len(visible_gpus()) if checked.cluster.is_one_machine and gpus is None else 0
