@@ -23,7 +23,7 @@ from rftdask.compat.imported import Key
 from rftdask.driver.init_config import bundled, describe, json_schema
 from rftdask.reports.metric_table import METRICS
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).resolve().parent
 
 project = "rftdask"
 author = "the authors of rftdask"
@@ -43,8 +43,8 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 
-_OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?!CHANGELOG)[^)]*\)")
-"""Links to files of the repository that are no pages."""
+_UPWARD = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+(?!CHANGELOG)[^)#]*)[^)]*\)")
+"""Links that leave the folder of a page: their text and their path."""
 
 
 def config_reference() -> Iterator[str]:
@@ -136,9 +136,14 @@ GENERATED: dict[str, Callable[[], Iterator[str]]] = {
 
 def read_page(_: Sphinx, page: str, source: list[str]) -> None:
     """Fill in the generated tables of a page, and resolve links to files outside docs/."""
+
+    def resolve(link: re.Match[str]) -> str:
+        is_page = (DOCS / page).parent.joinpath(link[2]).resolve().is_relative_to(DOCS)
+        return link[0] if is_page else link[1]
+
     text = re.sub(r"<!-- generated: (\w+) -->", lambda found: "\n".join(GENERATED[found[1]]()), source[0])
     # The site has no pages for files of the code, so their links become plain names.
-    source[0] = _OUTSIDE.sub(r"\1", text)
+    source[0] = _UPWARD.sub(resolve, text)
 
 
 def read_docstring(_: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:

@@ -29,6 +29,10 @@ import signal
 class RftError(Exception):
     """Base of the tree."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Lines that IPython shows in place of a traceback: the message, as the command line prints it."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UserError(RftError):
     """An error that the user can fix. Raised before anything is trained."""

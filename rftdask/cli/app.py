@@ -29,43 +29,58 @@ EXIT_STOPPED = 130
 
 # fmt: off
 COMMANDS = {
+    # Start
     "init": ("first_steps.init", "Write a first configuration from a few answers."),
     "quickstart": ("first_steps.examples", "Train a small model on this machine in half a minute."),
+    "import": ("first_steps.import_file:import_file", "Translate a TRL, verl or Trinity-RFT configuration."),
     "examples": ("first_steps.examples:app", "List and copy bundled configurations and examples."),
     "schema": ("first_steps.init", "Print the JSON Schema of a configuration, for editors."),
-    "import": ("first_steps.import_file:import_file", "Translate a TRL, verl or Trinity-RFT configuration."),
-    "run": ("run", "Run a configuration to its end, or continue it."),
-    "validate": ("validate", "Check a configuration, and print it with its plan."),
+    "doctor": ("checks.doctor", "Check this machine, or a storage for runs."),
+    # Run
+    "validate": ("validate", "Check a configuration, and print its plan."),
     "debug": ("debug", "Roll out one task repeatedly while you edit its code."),
-    "estimate": ("validate", "Print the GPU memory that a configuration needs."),
-    "submit": ("submit", "Submit a run to a batch system."),
+    "run": ("run", "Run a configuration to its end, or continue it."),
     "sweep": ("sweep", "Run a configuration with every combination of values."),
-    "join": ("run", "Work for a run as one more worker of its cluster."),
-    "perf": ("results.reports", "Write a timeline of a run for Perfetto."),
+    "cancel": ("jobs", "End a run with a checkpoint, wherever it runs."),
+    "serve": ("serve", "Serve the policy through OpenAI's API."),
+    # Look
+    "status": ("jobs", "Print the progress of a run from its files."),
+    "studio": ("serve", "Watch, compare, configure, start and stop runs."),
+    "report": ("results.reports", "Write the report of a run as one HTML page."),
+    "view": ("serve", "Browse the experiences of a run with their tokens."),
+    "experiences": ("results.reports", "Query the experiences of a run with SQL."),
+    "trace": ("results.reports", "Print the history of one experience."),
     "log": ("jobs:logs", "Print the last lines of the logs of a run."),
     "logs": ("jobs", "Print the last lines of the logs of a run."),
-    "cancel": ("jobs", "End a run with a checkpoint, wherever it runs."),
+    "perf": ("results.reports", "Write a timeline of a run for Perfetto."),
+    "track": ("results.reports", "Send the metrics of a run to a tracker."),
+    # Cluster
+    "submit": ("submit", "Submit a run to a batch system."),
+    "join": ("run", "Work for a run as one more worker of its cluster."),
     "attach": ("jobs", "List the workers of a run's cluster and their tasks."),
-    "status": ("jobs", "Print the progress of a run from its files."),
-    "report": ("results.reports", "Write the report of a run as one HTML page."),
+    "estimate": ("validate", "Print the GPU memory that a configuration needs."),
+    # Models and data
     "convert": ("results.models", "Write a checkpoint as a Hugging Face folder."),
     "push": ("results.models", "Upload a checkpoint to the Hugging Face Hub."),
-    "track": ("results.reports", "Send the metrics of a run to a tracker."),
+    "data": ("results.data:app", "Make datasets from a run or from another dataset."),
+    # Repair and check
     "replay": ("replay", "Train the recorded batches of a run again."),
     "skip": ("replay", "Skip a recorded batch that cannot be trained."),
-    "conformance": ("checks.conformance", "Compare losses and advantages with other frameworks."),
-    "experiences": ("results.reports", "Query the experiences of a run with SQL."),
-    "data": ("results.data:app", "Make datasets from a run or from another dataset."),
-    "trace": ("results.reports", "Print the history of one experience."),
-    "view": ("serve", "Browse the experiences of a run with their tokens."),
-    "studio": ("serve", "Watch, compare, configure, start and stop runs."),
-    "serve": ("serve", "Serve the policy through OpenAI's API."),
     "compact": ("results.compact", "Merge the small shards of a run into large files."),
-    "doctor": ("checks.doctor", "Check this machine, or a storage for runs."),
+    "conformance": ("checks.conformance", "Compare losses and advantages with other frameworks."),
     "crashtest": ("checks.crashtest", "Kill, unplug and damage short runs, and check them."),
 }
 # fmt: on
 """Name -> (module below rftdask.cli, with ":function" if that differs from the name; first paragraph of the help)."""
+_HEADINGS = {
+    "init": "Start",
+    "validate": "Run",
+    "status": "Look",
+    "submit": "Cluster",
+    "convert": "Models and data",
+    "replay": "Repair and check",
+}
+"""First command of each group of the help -> its heading."""
 _HIDDEN = {"log"}
 """Names that Trinity-RFT users type; help does not list them."""
 
@@ -81,6 +96,19 @@ class LazyGroup(TyperGroup):
         self.commands = {
             name: TyperCommand(name, help=text, hidden=name in _HIDDEN) for name, (_, text) in self.table.items()
         }
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands below their headings."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        heading = "Commands"
+        for name, (_, text) in self.table.items():
+            heading = _HEADINGS.get(name, heading) if self.table is COMMANDS else heading
+            if name not in _HIDDEN:
+                groups.setdefault(heading, []).append((name, text))
+        width = max(map(len, self.table))  # the texts of all groups begin in one column
+        for heading, rows in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), text) for name, text in rows])
 
     def load(self, name: str) -> Any:
         """Import the command or group `name`. Raises: KeyError: no such command."""

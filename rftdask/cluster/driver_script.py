@@ -15,8 +15,6 @@ from rftdask.storage.staging import FOLDER, KEEP
 
 SOURCES_FOLDER = "sources"
 """Folder of the copies of the user's sources for the jobs of a run, in its private folder."""
-WARNING_S = 180
-"""Time before its walltime at which a controller is signaled, which writes a checkpoint and is queued again."""
 PATIENCE_S = 120
 """Time to wait for a lease of a killed process on another machine, and for a starting scheduler."""
 DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--exit-with-parent")

@@ -34,7 +34,6 @@ from rftdask.cluster.batch_cluster import (
 )
 from rftdask.cluster.driver_script import (
     DRIVER_OPTIONS,
-    WARNING_S,
     HostSystem,
     driver_shell,
     python_of,
@@ -46,6 +45,7 @@ from rftdask.cluster.jobs import CONFIG_FILE, JOB_PREFIX, JobRecord, Script, Scr
 from rftdask.cluster.layout import ROLES, Layout, plan_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, fill_from_environment
+from rftdask.config.schema.cluster import WARNING_S
 from rftdask.errors import NotInstalledError, RoleError, UserError
 from rftdask.storage import Storage
 

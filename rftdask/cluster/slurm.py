@@ -36,7 +36,6 @@ from rftdask.cluster.batch_cluster import (
 from rftdask.cluster.driver_script import (
     DRIVER_OPTIONS,
     PATIENCE_S,
-    WARNING_S,
     HostSystem,
     driver_shell,
     python_of,
@@ -57,7 +56,7 @@ from rftdask.cluster.layout import (
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, make_plan, replace
 from rftdask.config.plugins import SUBMITTED
-from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
+from rftdask.config.schema.cluster import WARNING_S, JobConfig, WorkerJobConfig, count_gres
 from rftdask.errors import NotInstalledError, RoleError, UserError
 from rftdask.storage import Storage
 

@@ -5,18 +5,21 @@ It reads only the files of a run, so the run may be active. Invariant: the folde
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub import EvalResult, HfApi, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError  # type: ignore[attr-defined]
 from safetensors.torch import load
 
 from rftdask.buffer.batches.ledger import lineage_of
 from rftdask.config import Config
+from rftdask.config.yaml_source import to_yaml
 from rftdask.data.hub import is_model_name
 from rftdask.data.tokenizer import configured_template
 from rftdask.errors import DataError, UserError
@@ -39,6 +42,8 @@ from rftdask.trainer.model import SCALAR_HEAD, dtype_at_rest, export_hf, load_po
 _STEP = "global_step_"
 _MODEL_PATH_PARTS = 4
 """Parts of the path of a stage's model below the run: <stage>/global_step_<N>/actor/huggingface."""
+_SHOWN_SECTIONS = (*("mode", "seed", "stages", "algorithm", "model", "buffer", "explorer", "trainer", "synchronizer"),)
+"""Keys of a configuration that a model card may show: the others tell of machines and places."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,8 @@ def push(run: str, repo: str, *, step: int | None = None, private: bool = True, 
     """Write a checkpoint as a Hugging Face folder with a card, and upload it in one commit. Returns: URL of its page.
 
     huggingface_hub chooses the Hub and the token: HF_ENDPOINT, HF_TOKEN or `hf auth login`.
-    Raises: UserError: `repo` is not a valid name, or the Hub refuses; DataError: no such run or checkpoint.
+    Raises: UserError: `repo` is not a valid name, or the Hub refuses or cannot be reached; DataError: no such run or
+    checkpoint.
     """
     if not is_model_name(repo):
         raise UserError(f"{repo}: not a model name of the Hub; use OWNER/NAME")
@@ -152,7 +158,8 @@ def push(run: str, repo: str, *, step: int | None = None, private: bool = True, 
     summary = summarize(config, storage.url, stages, status=read_end(storage) or "as found")
     with TemporaryFolder("push") as folder:
         done = convert(run, Path(folder) / "model", step=step, merge_lora=merge_lora)
-        (done.folder / "README.md").write_text(model_card(config, summary, done.step), encoding="utf-8")
+        card = model_card(config, summary, done.step, repo, done.folder)
+        (done.folder / "README.md").write_text(card, encoding="utf-8")
         api = HfApi()
         try:
             api.create_repo(repo, private=private, exist_ok=True)
@@ -160,14 +167,22 @@ def push(run: str, repo: str, *, step: int | None = None, private: bool = True, 
             commit = api.upload_folder(repo_id=repo, folder_path=done.folder, commit_message=message)
         except (HfHubHTTPError, LocalTokenNotFoundError) as error:
             raise UserError(f"{api.endpoint} rejects {repo}: {str(error).splitlines()[0]}") from error
+        except (HTTPError, ConnectionError) as error:  # of httpx or httpx2, by the version of huggingface_hub
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise UserError(
+                f"{api.endpoint} cannot be reached: {why}; check the network and HF_ENDPOINT, or write the model to a "
+                "folder with rftdask convert"
+            ) from error
     return str(commit.repo_url)
 
 
-def model_card(config: Config, summary: RunSummary, step: int) -> str:
-    """Return the README.md of a model: its base, data, algorithm, settings and results."""
+def model_card(config: Config, summary: RunSummary, step: int, repo: str, folder: Path) -> str:
+    """Return the README.md of a model: usage, base, data, results, and the settings that differ from the defaults.
+
+    It has only the last part of local paths, and no section about machines. folder: the model's files.
+    """
     stages = config.stage_configs()
-    last = stages[-1]
-    base = stages[0].model.model_path
+    last, task = stages[-1], _task_of(folder)
     all_paths = [taskset.path for stage in stages for taskset in stage.buffer.explorer_input.train_tasksets]
     all_paths += [
         stage.buffer.trainer_input.experience_buffer.path or ""
@@ -175,14 +190,32 @@ def model_card(config: Config, summary: RunSummary, step: int) -> str:
         if stage.algorithm.schema_type != "experience"
     ]
     paths = list(dict.fromkeys(filter(None, all_paths)))
+    base, evals = stages[0].model.model_path, last.buffer.explorer_input.eval_tasksets
+    results = []
+    if summary.accuracy_after is not None and evals:
+        results.append(
+            EvalResult(
+                task_type=task,
+                dataset_type=evals[0].path if _is_public(evals[0].path) else "custom",
+                dataset_name=", ".join(str(taskset.name) for taskset in evals),
+                metric_type="accuracy",
+                metric_value=round(summary.accuracy_after, 4),
+            )
+        )
     data = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if (folder / ADAPTER_CONFIG_FILE).exists() else "transformers",
+        pipeline_tag=task,
         # Local folders mean nothing to other users.
-        base_model=base if is_model_name(base) and not Path(base).exists() else None,
-        datasets=[path for path in paths if is_model_name(path) and not Path(path).exists()] or None,
+        base_model=base if _is_public(base) else None,
+        datasets=[path for path in paths if _is_public(path)] or None,
         tags=["rftdask", *dict.fromkeys(stage.algorithm.algorithm_type for stage in stages)],
+        model_name=config.name if results else None,
+        eval_results=results or None,
     )
-    lines = ["---", data.to_yaml(), "---", f"# {config.name}", "", f"{learned(summary).capitalize()}.", ""]
+    lines = ["---", data.to_yaml(), "---", f"# {config.name}", ""]
+    if summary.accuracy_after is not None or any(row.eval_losses for row in summary.stages):
+        lines += [f"{learned(summary).capitalize()}.", ""]
+    lines += ["## Usage", "", "```python", _usage(task, repo, folder), "```", ""]
     lines += [
         "## Training",
         "",
@@ -194,9 +227,9 @@ def model_card(config: Config, summary: RunSummary, step: int) -> str:
         lines.append(f"| {row.name} | {row.algorithm} | {row.steps} | {lr:g} | {accuracies[0]} | {accuracies[1]} |")
     lines += [
         "",
-        f"The weights are of step {step}, from `{base}`. Trained on:",
+        f"The weights are of step {step}, from `{_public_name(base)}`. Trained on:",
         "",
-        *(f"- `{path}`" for path in paths),
+        *(f"- `{_public_name(path)}`" for path in paths),
         "",
     ]
     if last.has_explorer:
@@ -204,5 +237,44 @@ def model_card(config: Config, summary: RunSummary, step: int) -> str:
         reward = last.buffer.explorer_input.default_reward_fn_type or "of its workflow"
         lines += [f"{per_step}; reward `{reward}`; sync style `{last.synchronizer.sync_style}`.", ""]
     versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items())
-    lines += [f"Made with {versions}.", "", "## Settings", "", "```yaml", summary.config_yaml.rstrip(), "```", ""]
-    return "\n".join(lines)
+    tree = {name: value for name, value in config.to_dict().items() if name in _SHOWN_SECTIONS}
+    settings = to_yaml(_changed(tree, config.model_dump(mode="json", exclude_defaults=True)))
+    lines += [f"Made with {versions}.", "", "## Settings that differ from the defaults", ""]
+    return "\n".join([*lines, "```yaml", settings.rstrip(), "```", ""])
+
+
+def _is_public(name: str) -> bool:
+    """True for a name on the Hub."""
+    return is_model_name(name) and not Path(name).exists()
+
+
+def _public_name(path: str) -> str:
+    return path if _is_public(path) else Path(path).name
+
+
+def _task_of(folder: Path) -> str:
+    """Task of a model as the Hub names it, by the class in its configuration; adapters are of language models."""
+    file = folder / "config.json"
+    [architecture, *_] = json.loads(file.read_text()).get("architectures") or [""] if file.exists() else [""]
+    suffixes = {"ForSequenceClassification": "text-classification", "ForConditionalGeneration": "image-text-to-text"}
+    return next((task for suffix, task in suffixes.items() if architecture.endswith(suffix)), "text-generation")
+
+
+def _usage(task: str, repo: str, folder: Path) -> str:
+    """Return Python code that loads a model of the Hub and calls it once."""
+    file = folder / "tokenizer_config.json"
+    chats = (folder / "chat_template.jinja").exists() or (file.exists() and "chat_template" in file.read_text())
+    asked = '[{"role": "user", "content": "Hello"}]' if chats and task != "text-classification" else '"Hello"'
+    lines = ["from transformers import pipeline", "", f'model = pipeline("{task}", model="{repo}")']
+    return "\n".join([*lines, f"print(model({asked}))"])
+
+
+def _changed(tree: Any, changed: Any, key: str = "") -> Any:
+    """Return the values of `tree` that `changed` has as well, with the last part of each local path."""
+    if isinstance(tree, dict) and isinstance(changed, dict):
+        parts = {name: _changed(value, changed[name], name) for name, value in tree.items() if name in changed}
+        return {name: part for name, part in parts.items() if part is not None and part != {}}
+    if isinstance(tree, list | tuple) and isinstance(changed, list | tuple):
+        return [_changed(value, other, key) for value, other in zip(tree, changed, strict=False)]
+    is_path = isinstance(tree, str) and key.endswith(("path", "dir", "dirs", "folder"))
+    return _public_name(tree) if is_path else tree

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 import logging
 import os
 import signal
@@ -35,7 +36,7 @@ from rftdask.driver.memory_estimate import gpu_shortages, host_shortages, job_sh
 from rftdask.driver.preflight import check_inputs
 from rftdask.driver.stage import StageRun
 from rftdask.driver.stall_watch import StallWatch
-from rftdask.errors import DataError, RoleError, StorageError, UserError
+from rftdask.errors import DataError, RftError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Alive, Ended, Evaluated, Event, Note, StepFinished
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
@@ -43,6 +44,7 @@ from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes, gpu_memory
 from rftdask.reports.charts import plot_metrics
+from rftdask.reports.jobs import processes_of
 from rftdask.reports.lineage.sql import query as run_query
 from rftdask.reports.lineage.sql import warn_of
 from rftdask.reports.lineage.tables import RunTables
@@ -80,6 +82,7 @@ _FEED_INTERVAL_S = 2.0
 """Seconds between polls of the metrics files for the tracker."""
 _REPORT_IMPORT_S = 2.0
 """Seconds before the end of a run at which the imports of its report begin; earlier the roles need every core."""
+_BEGIN_POLL_S = 0.05
 _SHOWN = ("loss", "reward", "staleness", "tokens_per_s")
 
 
@@ -100,7 +103,9 @@ class Experiment:
         """Dask client for the cluster of an attached run; close it after use."""
         self.url = self.config.checkpoint_job_dir
         self._stage: StageRun | None = None
-        self._progress = Progress(stage=self.config.name)
+        self._progress: Progress | None = None
+        """Of a stage of this process; None before the first one begins."""
+        self._has_begun = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._stop_requested = self._may_return = False
@@ -162,6 +167,7 @@ class Experiment:
             held.enter_context(Lease(storage, driver_role(self.config)))
             run_folder.record_run(storage, self.config)
             run_folder.note_begin(storage)
+            self._has_begun.set()
             logs = LogFolder(storage)
             # Several explorers of one run have one file each, because only one process can rotate a file.
             setup_logging(
@@ -282,7 +288,10 @@ class Experiment:
         return inputs
 
     def start(self, progress: ViewKind = "none") -> Experiment:
-        """Run in a thread of this process; see `wait`, `stop` and `progress`."""
+        """Run in a thread of this process; see `wait`, `stop` and `progress`. Returns when the run has been checked.
+
+        Raises: UserError, FencedError and others of `run` before the run begins.
+        """
         if self._thread is not None and self._thread.is_alive():
             raise RoleError("this experiment is already running; call wait() or stop()")
 
@@ -294,8 +303,13 @@ class Experiment:
 
         self._error = None
         # A daemon thread: the interpreter can exit without it, and the run can be continued from its files.
+        self._has_begun.clear()
         self._thread = threading.Thread(target=guarded, name=f"experiment-{self.config.name}", daemon=True)
         self._thread.start()
+        while self._thread.is_alive() and not self._has_begun.wait(_BEGIN_POLL_S):
+            pass  # the checks have their own deadlines
+        if self._error is not None and not self._has_begun.is_set():
+            raise self._error
         return self
 
     def wait(self, timeout_s: float | None = None) -> RunSummary | None:
@@ -322,8 +336,51 @@ class Experiment:
             self._stage.stop()
 
     def progress(self) -> Progress:
-        """Return the progress of the run in this process; it renders in Jupyter."""
-        return self._progress
+        """Return the progress of the run; it renders in Jupyter. Read from the files unless this process runs it."""
+        if self._progress is not None:
+            return self._progress
+        stages = self._stages()
+        begun = [stage for stage in stages if stage.has_begun]
+        if not begun:
+            return Progress(stage=self.config.name, num_stages=len(stages))
+        stage = begun[-1]
+        began_s, last_s = stage.span
+        return Progress(
+            stage=stage.name,
+            stage_number=len(begun),
+            num_stages=len(stages),
+            mode=stage.config.mode,
+            step=stage.ledger.last_step(),
+            total_steps=stage.config.trainer.total_steps,
+            reward=stage.last("trainer", "reward"),
+            accuracy=stage.accuracies[-1].value if stage.accuracies else None,
+            loss=stage.last("trainer", "loss"),
+            tokens_per_s=stage.last("trainer", "tokens_per_s"),
+            elapsed_s=last_s - began_s,
+        )
+
+    def state(self) -> str:
+        """Return "not started", "running", or how the run ended: "finished", "stopped", "failed: ..."."""
+        storage = open_storage(self.url)
+        if not storage.exists(run_folder.RUN_FILE):
+            return "not started"
+        return "running" if processes_of(storage) else run_folder.read_end(storage) or "killed"
+
+    def __repr__(self) -> str:
+        try:
+            progress, state = self.progress(), self.state()
+        except RftError as error:
+            return f"<Experiment {self.url}: {error}>"
+        total = "" if progress.total_steps is None else f" of {progress.total_steps}"
+        return f"<Experiment {self.url}: {state}, step {progress.step}{total}>"
+
+    def _repr_html_(self) -> str:
+        """Render state and progress in Jupyter, with the command that shows the run in a browser."""
+        try:
+            shown = f"<p>{html.escape(self.state())}</p>{self.progress()._repr_html_()}"
+        except RftError as error:
+            shown = f"<p>{html.escape(str(error))}</p>"
+        return f"<p><b>{html.escape(self.url)}</b></p>{shown}<pre>rftdask studio {html.escape(self.url)}</pre>"
 
     def metrics(self, role: str | None = None) -> pd.DataFrame:
         """Return all metrics so far, a row per role and step (and stage). role: trainer, explorer, eval or machine."""
@@ -458,9 +515,10 @@ class StageObserver:
     def on_event(self, event: Event) -> None:
         """Process an event of a role. Called in the thread that runs the stage."""
         self.contents.check()
-        now = time.monotonic()
+        now, before = time.monotonic(), self.experiment._progress
+        assert before is not None, "set by `show`"
         progress = dataclasses.replace(
-            self.experiment._progress, elapsed_s=now - self._began, workers=len(workers_of(self.cluster.client))
+            before, elapsed_s=now - self._began, workers=len(workers_of(self.cluster.client))
         )
         if not isinstance(event, Note | Alive):
             self.watch.progress()

@@ -7,10 +7,12 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import shutil
 import textwrap
 from dataclasses import dataclass
 from functools import cache
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +48,16 @@ def describe(path: Path) -> str:
         cells = json.loads(path.read_text())["cells"]
         return "".join(cells[0]["source"]).splitlines()[0].lstrip("# ") if cells else ""
     if path.suffix == ".py":
-        return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].replace("\n", " ")
-    comments = (line.lstrip("#/ ") for line in path.read_text().splitlines() if line.startswith(("# ", "// ")))
-    return next((line for line in comments if "$schema" not in line), "")
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    else:
+        lines = [line for line in path.read_text().splitlines() if "$schema" not in line]
+        comment = takewhile(_is_comment, dropwhile(lambda line: not _is_comment(line), lines))
+        text = " ".join(line.lstrip("#/ ") for line in comment)
+    return re.split(r"(?<=\.)\s", " ".join(text.partition("\n\n")[0].split()), maxsplit=1)[0]
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith(("# ", "// "))
 
 
 def copy_bundled(name: str, folder: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from rftdask.config import Config, load_config
 from rftdask.errors import DataError, NotFoundError, UserError, WaitTimeout
 from rftdask.monitor.logs import COPY_EVERY_S
 from rftdask.processes.poll import wait_for
-from rftdask.reports.jobs import DRIVER_ROLES, processes_of
+from rftdask.reports.jobs import DRIVER_ROLES, processes_of, read_run_jobs
 from rftdask.run.lease import lease_holder
 from rftdask.run.run_folder import RUN_FILE, STOP_FILE, folders_of, read_run, read_run_config
 from rftdask.storage import Storage, open_storage
@@ -170,7 +170,8 @@ def connect(url: str, timeout_s: float = 30.0) -> Client:
     folder = SecretsDir.of(_config_of(storage), storage)
     address = folder.read_address()
     if address is None:
-        raise UserError(f"{storage.url} has no scheduler now; see rftdask status {storage.url}")
+        why = read_run_jobs(url).why or "it has just started or ended"
+        raise UserError(f"{storage.url} has no scheduler now: {why}; see rftdask status {storage.url}")
     try:
         return Client(
             address,

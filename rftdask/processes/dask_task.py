@@ -27,6 +27,8 @@ class WorkerInfo(TypedDict):
     """Total amount of each resource, used or free: {"explorer": 1.0}."""
     host: str
     """Its network address."""
+    status: str
+    """"running", or "init" for a moment after it has joined; others take no tasks either."""
     metrics: Mapping[str, Any]
     """Metrics of its last heartbeat, including those of its `Meter`."""
 

@@ -85,7 +85,11 @@ def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:
     drivers = [job for job in jobs if job.role in DRIVER_ROLES]
     waiting = [job for job in drivers if job.is_alive]
     if waiting:
-        return f"{waiting[0].name} is job {waiting[0].job_id}, {waiting[0].state}"
+        job, state = waiting[0], waiting[0].state
+        if state.startswith("RUNNING"):
+            return f"its driver has not started yet, or has just ended, in job {job.job_id} ({job.name})"
+        does = {"REQUEUED": "is queued again", "COMPLETING": "is ending"}.get(state, f"is {state}")
+        return f"job {job.job_id} ({job.name}) {does}"
     # The recorded end takes precedence: the batch system only knows that the job ended.
     end = read_end(storage)
     if end is not None:

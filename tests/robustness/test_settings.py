@@ -155,6 +155,7 @@ WORDS = [
     ("cluster.type=slrum", "slurm"),
     ("cluster.options={no_such_option: 1}", "cluster.options"),
     ("cluster.slurm.trainer.walltime=yesterday", "cluster.slurm.trainer.walltime"),
+    ("cluster.slurm.controller.walltime=3", "cluster.slurm.controller.walltime"),
     ("cluster.slurm.trainer.memory=much", "cluster.slurm.trainer.memory"),
     ("monitor.monitor_type=tensorbord", "tensorboard"),
     ("monitor.monitor_args={no_such: 1}", "monitor.monitor_args"),

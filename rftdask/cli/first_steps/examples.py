@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,18 @@ app = make_group(
 )
 
 
+GROUPS = {
+    "On a laptop": ("config/quickstart", "examples/quickstart", "examples/recipes"),
+    "Notebooks": ("notebooks",),
+    "Agents": ("examples/agents",),
+    "Environments, each of a package": ("examples/environments",),
+    "Configurations to change": ("config/sft", "config/preferences", "config/offline"),
+    "Machines with GPUs": ("config/gsm8k", "config/gpus"),
+    "SLURM sites": ("config/slurm",),
+}
+"""Headings of the list of bundled files -> how their names begin."""
+
+
 def quickstart(overrides: Overrides = None) -> None:
     """Train a small model on this machine in half a minute.
 
@@ -37,8 +50,15 @@ def examples(context: typer.Context) -> None:
     Without a command, it lists configurations, examples and notebooks.
     """
     if context.invoked_subcommand is None:
-        for name, path in bundled().items():
-            say(f"{name}\n    {describe(path)}")
+        for heading, prefixes in GROUPS.items():
+            say(f"{heading}:")
+            for name, path in bundled().items():
+                if name.startswith(prefixes):
+                    indent = "      "
+                    text = textwrap.fill(describe(path), 80, initial_indent=indent, subsequent_indent=indent)
+                    say(f"  {name}\n{text}")
+            say("")
+        say("rftdask examples copy NAME copies one of them")
 
 
 def copy(

@@ -31,6 +31,19 @@ def _walltime(text: str) -> str:
     return text
 
 
+def _seconds(walltime: str) -> int:
+    """Length of a walltime in SLURM's format. 0: no limit.
+
+    >>> _seconds("5"), _seconds("1:30"), _seconds("1:00:00"), _seconds("1-2"), _seconds("1-0:30")
+    (300, 90, 3600, 93600, 88200)
+    """
+    days, dash, time = walltime.rpartition("-")
+    parts = [int(part) for part in time.split(":")]
+    hours_first = parts if dash or len(parts) == 3 else [0, *parts]
+    hours, minutes, seconds = (*hours_first, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def _memory(text: str) -> str:
     if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]?i?B?", text, re.IGNORECASE):
         raise ValueError("no amount of memory; give 4GB, 512MB or 16GiB")
@@ -56,6 +69,10 @@ def _template(text: str) -> str:
 
 
 _AFTER = r"(singleton|(after|afterany|afterok|afternotok|afterburstbuffer|aftercorr)(:\d+(_\d+)?(\+\d+)?)+)"
+
+
+WARNING_S = 180
+"""Time before its walltime at which a controller is signaled, which writes a checkpoint and is queued again."""
 
 
 class JobConfig(Section):
@@ -141,6 +158,13 @@ class SlurmConfig(Section):
     heterogeneous: bool = True
     """Allow a heterogeneous job for `rftdask submit --single-allocation`. False: one job with nodes all alike, some for
     each role."""
+
+    @reading("controller")
+    def _the_controller_runs_before_its_warning(self) -> Iterator[Problem]:
+        length_s = _seconds(self.controller.walltime or "0")
+        if 0 < length_s <= WARNING_S:
+            why = f"{WARNING_S} s before its walltime the controller ends the run with a checkpoint"
+            yield "controller.walltime", f"{why}, so {length_s} s are too short; give more"
 
 
 class ClusterConfig(Section):

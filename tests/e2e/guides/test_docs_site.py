@@ -1,5 +1,6 @@
 """Promises of the documentation as a site: it builds offline without warnings, and all links and anchors exist."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,6 +73,20 @@ def test_every_link_leads_to_a_page_and_an_anchor_that_are_there(site: Path) -> 
             if not target.exists() or unquote(parts.fragment) not in anchors:
                 broken.append((path.name, link))
     assert broken == []
+
+
+def test_every_link_between_pages_is_a_link_on_the_site(site: Path) -> None:
+    docs, lost, num_links = ROOT / "docs", [], 0
+    for path, page in pages(site):
+        source = docs / path.relative_to(site).with_suffix(".md")
+        targets = {(path.parent / unquote(urlsplit(link).path)).resolve() for link in page.links}
+        for link in re.findall(r"\]\(([^)#:]+\.md)", source.read_text() if source.exists() else ""):
+            target = (source.parent / link).resolve()
+            if target.is_relative_to(docs):
+                num_links += 1
+                if site / target.relative_to(docs).with_suffix(".html") not in targets:
+                    lost.append((source.name, link))
+    assert lost == [] and num_links > 100
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:

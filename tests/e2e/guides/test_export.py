@@ -68,9 +68,14 @@ def test_a_model_is_pushed_with_its_card(experiment: Experiment) -> None:
         assert files["model.safetensors"] == (exported / "model.safetensors").read_bytes()
         assert {"config.json", "tokenizer.json", "README.md"} <= files.keys()
         card = files["README.md"].decode()
-        assert "library_name: transformers" in card and "- grpo" in card
-        assert "| grpo | grpo | 3 | 0.001 |" in card and "toy/train.jsonl" in card and "4 tasks x 4 rollouts" in card
-        assert "repeat_times: 4" in card, "its settings"
+        assert "library_name: transformers" in card and "- grpo" in card and "pipeline_tag: text-generation" in card
+        assert "| grpo | grpo | 3 | 0.001 |" in card and "`train.jsonl`" in card and "4 tasks x 4 rollouts" in card
+        assert "repeat_times: 4" in card and "enable_prefix_caching" not in card, "its settings, without defaults"
+        assert str(Path(experiment.url).parents[2]) not in card and "cluster:" not in card, "no path, no machine"
+        assert 'pipeline("text-generation", model="me/sums")' in card
         with RunProcess("push", experiment.url, "me/sums", env={**env, "HF_TOKEN": "hf_wrong"}) as push:
             ended = push.end(code=2)
         assert "rejects me/sums" in ended.err and "Traceback" not in ended.err, ended
+    with RunProcess("push", experiment.url, "me/sums", env=env) as push:
+        ended = push.end(code=2)
+    assert ended.err.count("\n") == 1 and f"{hub.url} cannot be reached: " in ended.err, ended

@@ -116,6 +116,20 @@ def test_an_opened_run_reports_the_same(experiment: Experiment) -> None:
     opened = Experiment.open(experiment.url)
     assert opened.url == experiment.url
     assert opened.metrics().equals(experiment.metrics())
+    progress = opened.progress()
+    assert (progress.step, progress.total_steps, progress.reward) == (STEPS, STEPS, experiment.progress().reward)
+    assert repr(opened) == f"<Experiment {experiment.url}: finished, step {STEPS} of {STEPS}>"
+    assert f"rftdask studio {experiment.url}" in opened._repr_html_()
+
+
+def test_a_mistake_is_reported_when_the_run_starts(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text("no JSON\n")
+    experiment = Experiment.from_yaml(config)
+    assert repr(experiment).endswith("runs/rftdask/fake: not started, step 0>")
+    with pytest.raises(UserError, match=r"tasks\.jsonl") as caught:
+        experiment.start()
+    assert caught.value._render_traceback_() == [f"{type(caught.value).__name__}: {caught.value}"]
 
 
 def test_a_path_instead_of_a_config_is_an_error_with_advice() -> None:

@@ -162,6 +162,12 @@ def test_bundled_files_are_described_and_copied(tmp_path: Path) -> None:
     files = bundled()
     assert {"config/sft.yaml", "examples/quickstart.py", "notebooks/quickstart.ipynb"} <= set(files)
     assert all(describe(path).strip() for path in files.values())
+    assert describe(files["config/slurm/no-hetjobs.yaml"]).endswith("for engines of four GPUs each."), (
+        "a whole sentence"
+    )
+    listed = call_cli("examples").out
+    assert [name for name in files if listed.count(f"  {name}\n") != 1] == [], "in one group"
+    assert listed.startswith("On a laptop:\n  config/quickstart.yaml\n"), listed
     [copied] = copy_bundled("sft", tmp_path / "new")
     assert copied.read_text() == files["config/sft.yaml"].read_text()
     with pytest.raises(UserError, match="already exists"):

@@ -54,9 +54,18 @@ def test_a_killed_run_is_explained_by_its_job(tmp_path: Path) -> None:
     assert text == "it was killed and recorded no end: job 7 (controller): NODE_FAIL (exit 0:1)"
 
 
-def test_a_waiting_job_is_reported(tmp_path: Path) -> None:
-    waiting = JobStatus("controller", "controller", "7", "PENDING", True)
-    assert why_not_running(open_storage(tmp_path), (waiting,)) == "controller is job 7, PENDING"
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ("PENDING (Priority)", "job 7 (controller) is PENDING (Priority)"),
+        ("REQUEUED", "job 7 (controller) is queued again"),
+        ("COMPLETING", "job 7 (controller) is ending"),
+        ("RUNNING", "its driver has not started yet, or has just ended, in job 7 (controller)"),
+    ],
+)
+def test_a_job_without_a_driver_is_reported(tmp_path: Path, state: str, text: str) -> None:
+    waiting = JobStatus("controller", "controller", "7", state, True)
+    assert why_not_running(open_storage(tmp_path), (waiting,)) == text
     assert why_not_running(open_storage(tmp_path), (ENDED,)).startswith("it never began: job 7 (controller)")
 
 

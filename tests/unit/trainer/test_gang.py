@@ -69,10 +69,14 @@ class FakeClient:
         """Workers that announced their end."""
         self.lingering = self.looks = 0
         """Number of calls of `active_keys` that still report cancelled ranks, and of all calls."""
+        self.starting = 0
+        """Number of calls of `scheduler_info` that still report workers that have just joined."""
 
     def scheduler_info(self, n_workers: int) -> dict[str, Any]:
+        self.starting -= 1
+        status = "init" if self.starting >= 0 else "running"
         resources = {address: {TRAINER_RESOURCE: 1} if trains else {} for address, trains in self.workers.items()}
-        return {"workers": {address: {"resources": held} for address, held in resources.items()}}
+        return {"workers": {address: {"resources": held, "status": status} for address, held in resources.items()}}
 
     def run(self, function: Any, workers: list[str] | None = None, on_error: str = "raise") -> dict[str, Any]:
         if function is active_keys:
@@ -115,6 +119,13 @@ def test_ranks_run_on_trainer_workers_and_rank_0_ends_the_run() -> None:
     assert gang(client, world_size=2).run() == Ended(3, False)
     assert client.submitted == [("tcp://b", "rank 0"), ("tcp://c", "rank 1")]
     assert client.cancelled == [2]
+
+
+def test_ranks_wait_until_their_workers_are_running() -> None:
+    client = FakeClient(ONE, [Ended(3, False)])
+    client.starting = 2
+    assert gang(client, worker_deadline_s=60.0).run() == Ended(3, False)
+    assert client.starting < 0, "the rank was submitted to a worker that was not running yet"
 
 
 @pytest.mark.parametrize(
