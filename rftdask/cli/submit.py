@@ -20,15 +20,7 @@ from rftdask.cli.common import AcceptChanges, ConfigFile, Origin, Overrides, loa
 from rftdask.cluster.base import find_cluster
 from rftdask.cluster.batch_cluster import BatchCluster, SubmitOptions, check_not_submitted, forget_job, log_folder
 from rftdask.cluster.driver_script import PATIENCE_S, SOURCES_FOLDER
-from rftdask.cluster.jobs import (
-    CANCELLED_FILE,
-    CONFIG_FILE,
-    SUBMITTED_FILE,
-    JobRecord,
-    ScriptPlan,
-    read_jobs,
-    write_jobs,
-)
+from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, ScriptPlan, write_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.cluster.slurm import NO_REQUEUE, TEMPLATE
 from rftdask.config import Config, replace
@@ -120,10 +112,7 @@ class Submission:
             self.storage.make_private()
         self.folder.make()
         with _one_at_a_time(self.folder.path / "submit.lock"):
-            # A submit that was killed may have submitted jobs without recording them.
-            found = self.system.find_submitted(self.config, self.folder)
-            if {job.job_id for job in found} - {job.job_id for job in read_jobs(self.storage, SUBMITTED_FILE)}:
-                write_jobs(self.storage, found, SUBMITTED_FILE)
+            self.system.record_submitted(self.config, self.folder, self.storage)
             check_not_submitted(self.storage)  # again, under the lock
             # A marker of an earlier `rftdask cancel` would end the driver at once.
             (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)

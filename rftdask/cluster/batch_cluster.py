@@ -335,6 +335,13 @@ class BatchCluster(RemoteWorkersCluster):
         return []
 
     @classmethod
+    def record_submitted(cls, config: Config, folder: SecretsDir, storage: Storage) -> None:
+        """Record the jobs that a killed `rftdask submit` submitted without recording them."""
+        found = cls.find_submitted(config, folder)
+        if {job.job_id for job in found} - {job.job_id for job in read_jobs(storage, SUBMITTED_FILE)}:
+            write_jobs(storage, found, SUBMITTED_FILE)
+
+    @classmethod
     def check_scripts(cls, plan: ScriptPlan) -> None:
         """Test the scripts with the batch system. Raises: UserError: it would refuse a script."""
         return

@@ -15,7 +15,8 @@ from socket import gethostname
 from time import sleep
 from typing import TYPE_CHECKING
 
-from rftdask.cluster.batch_cluster import for_all_jobs, log_folder, states_of, system_of
+from rftdask.cluster.base import find_cluster
+from rftdask.cluster.batch_cluster import BatchCluster, for_all_jobs, log_folder, states_of, system_of
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, JobRecord, read_jobs
 from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, load_config
@@ -40,10 +41,12 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     another machine without a batch system.
     """
     storage = open_storage(url)
-    records = read_jobs(storage)
-    drivers = [job for job in records if job.role in DRIVER_ROLES]
+    config = _config_of(storage)
+    folder = SecretsDir.base_of(config, storage)
+    if issubclass(system := find_cluster(config.cluster.type, config.explorer.plugin_dirs), BatchCluster):
+        system.record_submitted(config, folder, storage)
+    drivers = [job for job in read_jobs(storage) if job.role in DRIVER_ROLES]
     if not drivers:
-        read_run(storage)  # raises DataError without a run
         processes = processes_of(storage)
         if not processes:
             say(f"no process works on {storage.url}")
@@ -57,7 +60,6 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
             pids = ", ".join(str(pid) for _, pid in sorted(processes_of(storage)))
             raise WaitTimeout(f"{storage.url} had not ended after {deadline_s:.0f} s: process {pids} still runs")
         return
-    folder = SecretsDir.base_of(_config_of(storage), storage)
     # Created before the jobs are listed, so that a driver which starts in between finds it and ends.
     (folder.path / CANCELLED_FILE).touch(mode=0o600)
     alive, by_file = states_of(drivers), False

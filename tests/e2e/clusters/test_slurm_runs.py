@@ -276,8 +276,9 @@ SBATCH = """#!/bin/bash
 """sbatch whose caller is killed as soon as the job is queued."""
 
 
-def test_a_killed_submit_leaves_one_job_that_the_same_command_finds(
-    tmp_path: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("types_again", [True, False], ids=["submit", "cancel"])
+def test_a_killed_submit_leaves_one_job_that_the_next_command_finds(
+    types_again: bool, tmp_path: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin").mkdir()
     wrapper = tmp_path / "bin" / "sbatch"
@@ -289,10 +290,12 @@ def test_a_killed_submit_leaves_one_job_that_the_same_command_finds(
         with RunProcess(*submit) as killed:
             assert killed.end().code == -signal.SIGKILL
     assert not demo.jobs(), "the job is not recorded"
-    again = call_cli(*submit)
-    assert again.code == 2 and "is submitted already: controller is job" in again.err, again
-    assert len(demo.alive("controller")) == 1
-    assert call_cli("cancel", str(demo.folder)).code == 0
+    if types_again:
+        again = call_cli(*submit)
+        assert again.code == 2 and "is submitted already: controller is job" in again.err, again
+        assert len(demo.alive("controller")) == 1
+    cancelled = call_cli("cancel", str(demo.folder))
+    assert cancelled.code == 0 and "(controller)" in cancelled.out, cancelled
     demo.wait_for_end()
 
 
