@@ -11,9 +11,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.advantages.base import step_seed
 from rftdask.algorithm.checks import require
 from rftdask.algorithm.selectors import Selector
+from rftdask.data.seeds import derived_seed
 
 State = TypeVar("State")
 
@@ -88,7 +88,7 @@ class DifficultyBased(LearningSelector["DifficultyState"]):
         num_tasks = len(state.alpha_N)
         require(batch_size <= num_tasks, f"batch_size {batch_size} exceeds the {num_tasks} tasks in the taskset")
         # Not the global generator, whose state depends on other draws.
-        generator = torch.Generator().manual_seed(step_seed(self.seed, "difficulty_based", step, 1_000_003))
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, "difficulty_based", step))
         rates_N = state.rates_N
         if self.do_sample:
             # A Beta draw as a ratio of two Gamma draws, since torch.distributions does not accept a generator.

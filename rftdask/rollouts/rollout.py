@@ -20,11 +20,12 @@ import numpy as np
 
 from rftdask.buffer.log.schema import Experience, Status, Turn
 from rftdask.config.schema.explorer import ExplorerConfig
+from rftdask.data.seeds import derived_seed
 from rftdask.data.task import Task
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import DataError
 from rftdask.rollouts.loop_watchdog import BlockedLoopTimeout
-from rftdask.rollouts.policy.recording import Call, RecordingModel, rollout_seed
+from rftdask.rollouts.policy.recording import Call, RecordingModel
 from rftdask.rollouts.policy.request_queues import RolloutKey
 from rftdask.rollouts.sandbox.pool import SandboxError, SandboxLostError
 from rftdask.rollouts.workflows.base import GroupReward, PromptTooLongError, Reward, Step, WorkflowFn, as_reward
@@ -333,7 +334,7 @@ class Rollout:
         else:
             text = f"{'TimeoutError' if isinstance(error, _AttemptTimeout) else type(error).__name__}: {error}"
         where = "".join(f" {name}={value!r:.40}" for name, value in state.items())
-        seed = rollout_seed(self.explorer.rollout_model.seed, self.task.group_id, self.key.rollout, 0)
+        seed = derived_seed(self.explorer.rollout_model.seed, self.task.group_id, self.key.rollout, 0)
         return self._row(
             *(0, attempt, self.sampling, seed),
             status=Status.TIMEOUT if isinstance(error, (_AttemptTimeout, _CancelledEarly)) else Status.FAILED,

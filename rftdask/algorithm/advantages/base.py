@@ -5,7 +5,6 @@ row by row without padding, Q numbers. Knows nothing of losses. Invariant: an in
 of any other row, and no advantage depends on the order of the rows or on which process has the tokens.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -367,19 +366,3 @@ def ranks_in_group(keys_N: Tensor, group_N: Tensor) -> Tensor:
     # Position in the sorted order minus the start of the group.
     ranks_N[order_N] = torch.arange(len(order_N), device=order_N.device) - starts_G[sorted_group_N]
     return ranks_N
-
-
-def step_seed(seed: int, purpose: str, step: int, factor: int) -> int:
-    """Return the seed of a torch generator for the random draws of one step, so that a resumed run repeats them.
-
-    Args:
-        seed: any integer.
-        purpose: name of the draws; a hashed seed differs by purpose.
-        factor: at most 2**32, for seeds of 32 bits; more than the number of steps, so that no two seeds share a draw.
-    Returns: `seed * factor + step` for a seed of 32 bits, in [-2**63, 2**64). Otherwise a hash of seed, purpose and
-        step, in [0, 2**63).
-    """
-    if -(2**31) <= seed < 2**32:  # not hashed, so that older runs repeat their bits
-        return seed * factor + step
-    digest = hashlib.sha256(f"{seed}/{purpose}/{step}".encode()).digest()
-    return int.from_bytes(digest[:8]) >> 1

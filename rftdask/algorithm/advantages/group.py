@@ -19,11 +19,11 @@ from rftdask.algorithm.advantages.base import (
     group_sums,
     ranks_in_group,
     result,
-    step_seed,
 )
 from rftdask.algorithm.algorithm_type import AlgorithmType
 from rftdask.algorithm.checks import one_of, require
 from rftdask.algorithm.drop_reasons import DropReason
+from rftdask.data.seeds import derived_seed
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class RecAdvantage(AdvantageFn):
         num_negative_G = group_sums(negative_N, *groups)
         surplus_G = 2.0 * num_negative_G - stats.count_G  # rows below mu minus the n - num_negative other rows
         # On the CPU in float64, so that every machine drops the same rows.
-        generator = torch.Generator().manual_seed(step_seed(self.seed, "rec", inputs.step, 1_000_003))
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, "rec", inputs.step))
         draw_N = torch.rand(len(negative_N), generator=generator, dtype=torch.float64).to(negative_N.device)
         # Draws are below 1, so other rows rank last and are never part of the surplus.
         ranks_N = ranks_in_group(torch.where(negative_N, draw_N, 2.0), inputs.group_N)

@@ -26,6 +26,7 @@ from jinja2 import TemplateError
 
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.images import ImageProcessor, images_in
+from rftdask.data.seeds import derived_seed
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import (
     Tokenizer,
@@ -172,13 +173,6 @@ class Call:
     answer."""
     forced: range = range(0)
     """Answer tokens that were not sampled but inserted to end the thoughts."""
-
-
-def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
-    """Return the seed of one request, 0 <= seed < 2**63; equal for all attempts."""
-    identity = f"{run_seed}/{group_id}/{rollout}/{turn}".encode()
-    # A hash, so that a rollout samples the same tokens on any worker and after any restart. Seeds are int64.
-    return int.from_bytes(blake2b(identity, digest_size=8).digest(), "big") >> 1
 
 
 class _RecordedModel(ModelHandle):
@@ -492,7 +486,7 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         forced = range(0 if thoughts is None else len(thoughts.tokens), len(begun))
         least, most = max(0, sampling.min_tokens - len(begun)), sampling.max_tokens - len(begun)
         prompt_tokens, last = (*request.prompt_tokens, *begun), replace(sampling, max_tokens=most, min_tokens=least)
-        seed = rollout_seed(request.seed, "after thoughts", 0, 0)  # that of the thoughts would repeat random numbers
+        seed = derived_seed(request.seed, "after thoughts", 0, 0)  # that of the thoughts would repeat random numbers
         following = GenerateRequest(prompt_tokens, last, seed, request.images)
         rest = await model.queue.generate(self._key, turn, following)
         first = rest if thoughts is None else thoughts
@@ -563,8 +557,8 @@ class RecordingModel(_RecordedModel, PolicyHandle):
         identity = self.group_id if name == POLICY else f"{self.group_id}/{name}"
         if request_seed is not None:
             # Equal seeds give equal answers within a rollout, but sibling rollouts must differ.
-            return turn, rollout_seed(self._run_seed, f"{identity}/seed {request_seed}", self._key.rollout, 0)
-        return turn, rollout_seed(self._run_seed, identity, self._key.rollout, turn)
+            return turn, derived_seed(self._run_seed, f"{identity}/seed {request_seed}", self._key.rollout, 0)
+        return turn, derived_seed(self._run_seed, identity, self._key.rollout, turn)
 
     def close(self) -> None:
         """Refuse further calls, so that an attempt that does not stop cannot continue alongside its retry."""

@@ -23,7 +23,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rftdask.algorithm.advantages.base import step_seed
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch, mismatched
@@ -31,6 +30,7 @@ from rftdask.buffer.batches.ledger import parent_storage, read_parent
 from rftdask.config import Config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.data.images import ImageProcessor
+from rftdask.data.seeds import derived_seed
 from rftdask.data.tokenizer import configured_template
 from rftdask.errors import DataError, UserError
 from rftdask.models import lora as adapters
@@ -251,7 +251,7 @@ class TorchEngine(TrainEngine):
         device_batch = self._device_batch(batch)
         batch_plan = self._plan(batch, np.arange(len(batch)))
         # Random numbers of a step depend only on seed and step, so no random state is saved.
-        torch.manual_seed(step_seed(self._config.seed, "train_step", step, 2**32))
+        torch.manual_seed(derived_seed(self._config.seed, "train_step", step))
         for number, kl in enumerate((algorithm.kl_loss_fn, algorithm.kl_penalty_fn)):
             self._kl_coefs[number] = kl.coef_at(step, float(self._kl_coefs[number]))
         updates: list[dict[str, float]] = []

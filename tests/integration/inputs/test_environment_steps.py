@@ -12,12 +12,12 @@ from rftdask.buffer.batches.batch import batch_from_table
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
+from rftdask.data.seeds import derived_seed
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.models.toy import build_toy_model
 from rftdask.monitor.metrics import MetricsWriter, read_metrics
-from rftdask.rollouts.policy.recording import rollout_seed
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import Published
@@ -59,7 +59,7 @@ def explore(config: Config, walks: dict[int, tuple[str, ...]] = WALKS) -> list[E
     tokenizer = load_tokenizer(config)
     task = Task("maps", 0, 0, prompt="S.G", workflow="grid_workflow", workflow_args={"max_turns": 3})
     says = {
-        rollout_seed(42, task.group_id, rollout, turn): word
+        derived_seed(42, task.group_id, rollout, turn): word
         for rollout, words in walks.items()
         for turn, word in enumerate(words)
     }

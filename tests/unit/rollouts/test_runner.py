@@ -12,10 +12,10 @@ import pytest
 
 from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.schema import Experience, Status
+from rftdask.data.seeds import derived_seed
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError, UserError
-from rftdask.rollouts.policy.recording import rollout_seed
 from rftdask.rollouts.policy.request_queues import GenerateBatch
 from rftdask.rollouts.rollout import STOP_GRACE_S
 from rftdask.rollouts.runner import TextEngine
@@ -56,7 +56,7 @@ def test_a_rollout_becomes_an_experience_with_the_exact_tokens() -> None:
         min_policy_version=VERSION,
         max_policy_version=VERSION,
         weights_hash="hash7",
-        seed=rollout_seed(42, "t/0/5", 0, 0),
+        seed=derived_seed(42, "t/0/5", 0, 0),
         prompt_text=prompt,
         response_text="it is 4",
         truth="4",
@@ -180,7 +180,7 @@ def test_a_retry_has_the_same_seed_and_a_clean_record() -> None:
     log: list[list[GenerateRequest]] = []
     experiences = run([task(0, named(fails_once))], replies("x", log))
     assert [(row.turn, row.attempt, row.prompt_text) for row in experiences] == [(0, 1, "first"), (1, 1, "second")]
-    assert [call[0].seed for call in log] == [rollout_seed(42, "t/0/0", 0, turn) for turn in (0, 0, 1)]
+    assert [call[0].seed for call in log] == [derived_seed(42, "t/0/0", 0, turn) for turn in (0, 0, 1)]
 
 
 def test_stored_errors_contain_no_secrets() -> None:
@@ -373,9 +373,9 @@ def test_weights_that_changed_in_flight_have_no_hash_here() -> None:
 
 def test_seeds_depend_on_run_task_rollout_and_turn() -> None:
     tasks = [(1, "t/0/0", 0), (2, "t/0/0", 0), (1, "t/0/1", 0), (1, "t/0/0", 1)]
-    seeds = [*(rollout_seed(*key, 0) for key in tasks), rollout_seed(1, "t/0/0", 0, 1)]
+    seeds = [*(derived_seed(*key, 0) for key in tasks), derived_seed(1, "t/0/0", 0, 1)]
     assert len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
-    assert rollout_seed(42, "gsm8k/0/17", 3, 0) == 4272670318136131685  # resumed runs rely on it after an upgrade
+    assert derived_seed(42, "gsm8k/0/17", 3, 0) == 4272670318136131685  # resumed runs rely on it after an upgrade
 
 
 def test_a_greedy_baseline_adds_one_rollout_at_temperature_0() -> None:
