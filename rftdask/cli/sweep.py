@@ -217,7 +217,7 @@ def submit_sweep(points: Sequence[Point], at_most: int, say: Callable[[str], Non
             say(f"submitted {point.config.name} as job {job.job_id}")
             jobs.append(job.job_id)
         except FencedError:
-            if not (submitted := submitted_jobs(storage)):
+            if not (submitted := [job.job_id for job, _ in submitted_jobs(storage)]):
                 raise
             say(f"{point.config.name} is already submitted as job {', '.join(submitted)}")
             jobs += submitted

@@ -624,19 +624,20 @@ def states_of(jobs: Sequence[JobRecord]) -> dict[str, str]:
     return alive
 
 
-def submitted_jobs(storage: Storage) -> dict[str, str]:
-    """States by id of the drivers of a run that are queued or run. Only drivers count, since the next driver takes over
-    jobs of workers.
+def submitted_jobs(storage: Storage) -> list[tuple[JobRecord, str]]:
+    """Drivers of a run that are queued or run, with their states. The jobs of workers do not count, since the next
+    driver takes them over.
     """
-    return states_of(read_jobs(storage, SUBMITTED_FILE))
+    jobs = read_jobs(storage, SUBMITTED_FILE)
+    alive = states_of(jobs)
+    return [(job, alive[job.job_id]) for job in jobs if job.job_id in alive]
 
 
 def check_not_submitted(storage: Storage) -> None:
     """Raises: FencedError: a driver of the run is queued or runs."""
     # Queued drivers count as well, because the second driver of a run would fail.
     if alive := submitted_jobs(storage):
-        names = {job.job_id: job.name for job in read_jobs(storage, SUBMITTED_FILE)}
-        drivers = ", ".join(f"{names[job_id]} is job {job_id}, {state}" for job_id, state in alive.items())
+        drivers = ", ".join(f"{job.name} is job {job.job_id}, {state}" for job, state in alive)
         raise FencedError(f"{storage.url} is submitted already: {drivers}; rftdask cancel {storage.url} ends it")
 
 

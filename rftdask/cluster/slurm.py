@@ -348,8 +348,9 @@ class SlurmCluster(BatchCluster):
     @classmethod
     def find_submitted(cls, config: Config, folder: SecretsDir) -> list[JobRecord]:
         """Jobs of the user whose script is in the folder, without the jobs of workers."""
-        rows = (line.split(maxsplit=1) for line in call("squeue", "--noheader", "--me", "--format=%F %o").splitlines())
-        names = {job_id: Path(path).stem for job_id, path in rows if Path(path).parent == folder.path}
+        # The command of an interactive job may be empty.
+        rows = (line.partition(" ") for line in call("squeue", "--noheader", "--me", "--format=%F %o").splitlines())
+        names = {job_id: Path(path).stem for job_id, _, path in rows if Path(path).parent == folder.path}
         return [
             cls.record(config, name.partition("-")[0], name, job_id)
             for job_id, name in names.items()

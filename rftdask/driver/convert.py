@@ -6,6 +6,7 @@ It reads only the files of a run, so the run may be active. Invariant: the folde
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -42,8 +43,9 @@ from rftdask.trainer.model import SCALAR_HEAD, dtype_at_rest, export_hf, load_po
 _STEP = "global_step_"
 _MODEL_PATH_PARTS = 4
 """Parts of the path of a stage's model below the run: <stage>/global_step_<N>/actor/huggingface."""
-_SHOWN_SECTIONS = (*("mode", "seed", "stages", "algorithm", "model", "buffer", "explorer", "trainer", "synchronizer"),)
-"""Keys of a configuration that a model card may show: the others tell of machines and places."""
+_SHOWN_KEYS = ("mode", "seed", "stages", "algorithm", "model", "buffer", "explorer", "trainer", "synchronizer")
+"""Keys of a configuration that a model card may show. The others describe machines and places."""
+_LOCAL_PATH = re.compile(r"(~|\.{1,2})/\S*|/[^\s/]+/\S*")
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ def model_card(config: Config, summary: RunSummary, step: int, repo: str, folder
         reward = last.buffer.explorer_input.default_reward_fn_type or "of its workflow"
         lines += [f"{per_step}; reward `{reward}`; sync style `{last.synchronizer.sync_style}`.", ""]
     versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items())
-    tree = {name: value for name, value in config.to_dict().items() if name in _SHOWN_SECTIONS}
+    tree = {name: value for name, value in config.to_dict().items() if name in _SHOWN_KEYS}
     settings = to_yaml(_changed(tree, config.model_dump(mode="json", exclude_defaults=True)))
     lines += [f"Made with {versions}.", "", "## Settings that differ from the defaults", ""]
     return "\n".join([*lines, "```yaml", settings.rstrip(), "```", ""])
@@ -255,7 +257,8 @@ def _public_name(path: str) -> str:
 def _task_of(folder: Path) -> str:
     """Task of a model as the Hub names it, by the class in its configuration; adapters are of language models."""
     file = folder / "config.json"
-    [architecture, *_] = json.loads(file.read_text()).get("architectures") or [""] if file.exists() else [""]
+    architectures = json.loads(file.read_text()).get("architectures") if file.exists() else None
+    architecture = (architectures or [""])[0]
     suffixes = {"ForSequenceClassification": "text-classification", "ForConditionalGeneration": "image-text-to-text"}
     return next((task for suffix, task in suffixes.items() if architecture.endswith(suffix)), "text-generation")
 
@@ -276,5 +279,6 @@ def _changed(tree: Any, changed: Any, key: str = "") -> Any:
         return {name: part for name, part in parts.items() if part is not None and part != {}}
     if isinstance(tree, list | tuple) and isinstance(changed, list | tuple):
         return [_changed(value, other, key) for value, other in zip(tree, changed, strict=False)]
-    is_path = isinstance(tree, str) and key.endswith(("path", "dir", "dirs", "folder"))
-    return _public_name(tree) if is_path else tree
+    if isinstance(tree, str) and (key.endswith(("path", "dir", "dirs", "folder")) or _LOCAL_PATH.fullmatch(tree)):
+        return _public_name(tree)
+    return tree

@@ -305,8 +305,8 @@ class Gang:
             workers = workers_of(self.client)
             # Sorted, so that ranks of one machine are neighbors, which communicate the most.
             # Dask would place the rank of a worker that has joined and is not running yet on another one.
-            running = {a: info for a, info in workers.items() if info["status"] == "running"}
-            able = sorted(a for a, info in running.items() if info["resources"].get(TRAINER_RESOURCE))
+            running = (a for a, info in workers.items() if info["status"] == "running")
+            able = sorted(a for a in running if workers[a]["resources"].get(TRAINER_RESOURCE))
             self.num_missing = max(0, self.spec.world_size - len(able))
             # Surplus workers replace lost ones.
             if not self.num_missing:

@@ -37,7 +37,7 @@ FILE = "experiences.sqlite"
 """Default database, in the run folder."""
 _MARKER = "DATABASE.json"
 _BUSY_S = 30  # Seconds that a SQLite writer waits for another; a commit takes milliseconds.
-_MAX_TRIES = 5  # Tries of a transaction in SQLite, which waits by itself, and of the check before a run starts.
+_FEW_TRIES = 5  # Tries of a transaction in SQLite, which waits by itself, and of the check before a run starts.
 _CREATE_LOCK = 7_237_231  # Id of the PostgreSQL advisory lock for creating tables: an arbitrary constant.
 _DTYPES = {pa.int16(): "<i2", pa.int32(): "<i4", pa.float32(): "<f4"}  # Element types of arrays in blobs.
 
@@ -136,7 +136,7 @@ class SqlLog(ExperienceLog):
     def check(self) -> None:
         """Query a server. For SQLite do nothing: a query would create the file."""
         if self._engine.dialect.name != "sqlite":
-            self._run("check", lambda connection: connection.execute(sa.select(1)), max_tries=_MAX_TRIES)
+            self._run("check", lambda connection: connection.execute(sa.select(1)), max_tries=_FEW_TRIES)
 
     def commit(
         self, experiences: Sequence[Experience], *, explore_step: int, unit: int, part: Part | None = None
@@ -303,7 +303,7 @@ class SqlLog(ExperienceLog):
                 return work(connection)
 
         if self._engine.dialect.name == "sqlite":
-            max_tries = _MAX_TRIES
+            max_tries = _FEW_TRIES
         patience = Patience(
             f"{verb} in {self._where()}", lambda error: isinstance(error, OperationalError), max_tries=max_tries
         )

@@ -23,7 +23,11 @@ app = make_group(
 
 
 GROUPS = {
-    "On a laptop": ("config/quickstart", "examples/quickstart", "examples/recipes"),
+    "On a laptop (slurm.yaml needs SLURM, s3.yaml a bucket)": (
+        "config/quickstart",
+        "examples/quickstart",
+        "examples/recipes",
+    ),
     "Notebooks": ("notebooks",),
     "Agents": ("examples/agents",),
     "Environments, each of a package": ("examples/environments",),

@@ -85,4 +85,4 @@ def test_checks_impossible_on_a_login_node_run_at_the_start(tmp_path: Path) -> N
     code, output = rftdask(tmp_path, "submit", config, *changes)
     assert code == 2
     assert "not checked here, and checked where the run starts: torch is not installed" in output, output
-    assert "is not installed: use a login node" in output.splitlines()[-1], output
+    assert "squeue is not installed: use a login node" in output.splitlines()[-1], output
