@@ -350,7 +350,8 @@ class SlurmCluster(BatchCluster):
         """Jobs of the user whose script is in the folder, without the jobs of workers."""
         # The command of an interactive job may be empty.
         rows = (line.partition(" ") for line in call("squeue", "--noheader", "--me", "--format=%F %o").splitlines())
-        names = {job_id: Path(path).stem for job_id, _, path in rows if Path(path).parent == folder.path}
+        ours = folder.path.resolve()  # another path may lead to it
+        names = {job_id: Path(path).stem for job_id, _, path in rows if Path(path).parent.resolve() == ours}
         return [
             cls.record(config, name.partition("-")[0], name, job_id)
             for job_id, name in names.items()
